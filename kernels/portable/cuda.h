@@ -1,0 +1,58 @@
+// CUDA needs little: fixed-width integers where NVRTC has no <stdint.h>, 16-bit floats and matrix instructions.
+// Inline PTX stands in for cuda_fp16.h and mma.h, so that NVRTC needs no header of the toolkit.
+#pragma once
+#if defined(__CUDACC_RTC__)
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+typedef unsigned long long uintptr_t;
+#else
+#include <stdint.h>
+#endif
+
+typedef unsigned gpu_mask;
+#define GPU_FULL_MASK 0xffffffffu
+#define GPU_KERNEL(name)
+#define GPU_DYNAMIC_SHARED(T, name)                     \
+  extern __shared__ __align__(16) char gpu_dynamic[];   \
+  T *name = reinterpret_cast<T *>(gpu_dynamic)
+
+__device__ __forceinline__ float half_to_float(uint16_t h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+__device__ __forceinline__ uint16_t float_to_half(float f) {
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+__device__ __forceinline__ float bf16_to_float(uint16_t b) { return __uint_as_float(uint32_t(b) << 16); }
+__device__ __forceinline__ uint16_t float_to_bf16(float f) {
+  uint16_t b;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b) : "f"(f));
+  return b;
+}
+
+#define GPU_MMA_16832(name, a_type)                                                             \
+  __device__ __forceinline__ void name(int d[4], const uint32_t a[4], const uint32_t b[2]) {    \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." a_type ".s8.s32 "                     \
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                        \
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));           \
+  }
+GPU_MMA_16832(mma_m16n8k32_s8, "s8")
+GPU_MMA_16832(mma_m16n8k32_u8s8, "u8")
+#undef GPU_MMA_16832
+
+__device__ __forceinline__ void mma_m16n8k16_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}

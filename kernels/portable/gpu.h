@@ -1,0 +1,21 @@
+// One kernel source, three places: CUDA (nvcc, NVRTC), HIP (clang), and the CPU wave simulator.
+//
+// A kernel file includes this, defines `extern "C" __global__ void name(...)` in plain CUDA C++ and ends with
+// GPU_KERNEL(name), which registers the kernel with the simulator and is nothing on a GPU. Beyond CUDA's own names:
+//   GPU_CUDA, GPU_HIP, GPU_SIMULATOR   one of them is 1, for code that exists in one place only
+//   GPU_FULL_MASK                      mask of a whole wave for shuffles and votes, of type gpu_mask (32 or 64 bits)
+//   GPU_DYNAMIC_SHARED(T, name)        declares the launch's dynamic shared memory as T *name, 16-byte aligned
+//   half_to_float, float_to_half, bf16_to_float, float_to_bf16    both 16-bit formats are stored as uint16_t
+//   mma_..., mfma_..., mmac_...        matrix instructions, D += A B: one function each, named after the instruction,
+//                                      fragments as registers laid out by the maps in kernelbook/fragments.py
+#pragma once
+#if defined(__HIP__)
+#define GPU_HIP 1
+#include "hip.h"
+#elif defined(__CUDACC__)
+#define GPU_CUDA 1
+#include "cuda.h"
+#else
+#define GPU_SIMULATOR 1
+#include "sim.h"
+#endif

@@ -1,0 +1,106 @@
+"""One interface over the places where a kernel can run: an NVIDIA GPU (`cuda`) or the CPU wave simulator (`cpu`).
+
+    backend = backends.get()                        # cuda where there is a device, else cpu
+    module = backend.compile("grouped_gemm/2_float_activations.cu", {"GROUP": 32})
+    x, y = backend.array(host), backend.empty((4, 8), "float32")
+    module.kernel("gemm")(grid=(8, 1, 1), block=(64, 4, 1), args=[x, y, np.int32(4)])
+    backend.numpy(y)
+"""
+
+from typing import Any, Protocol
+
+from kernelbook.backends.source import CompileError, Source
+
+__all__ = ["Backend", "BackendUnavailable", "CompileError", "Kernel", "Module", "Source", "available", "get"]
+
+
+class BackendUnavailable(RuntimeError):
+    """The backend asked for cannot run here; the message says which part is missing and how to get it."""
+
+
+class Kernel(Protocol):
+    """A compiled kernel, launched like cuLaunchKernel."""
+
+    name: str
+
+    def __call__(self, grid: tuple, block: tuple, args: list, shared: int = 0) -> None:
+        """Launch with `grid` blocks of `block` threads (1 to 3 numbers each) and `shared` bytes of dynamic
+        shared memory. `args`: device arrays of this backend, None (a null pointer), and NumPy scalars (np.int32(4));
+        a plain Python number is a TypeError, since its width would be a guess.
+        """
+
+
+class Module(Protocol):
+    """The kernels of one compiled source file."""
+
+    source: Source
+
+    def kernel(self, name: str) -> Kernel: ...
+
+
+class Backend(Protocol):
+    name: str  # "cuda" or "cpu"
+    simulated: bool  # True: results count, times do not
+    device: str  # what it runs on, in words
+    wave: int  # lanes in a wave
+
+    def compile(self, source: str | Source, defines: dict | None = None) -> Module:
+        """The kernels of a file; kept, so that compiling the same text again costs nothing. Raises CompileError."""
+
+    def array(self, host: Any) -> Any:
+        """A contiguous copy on the device of a NumPy array (or of anything np.asarray takes)."""
+
+    def empty(self, shape: tuple | int, dtype: Any) -> Any:
+        """An array on the device with every byte 0xFF: NaN as a float, -1 as an integer."""
+
+    def numpy(self, array: Any) -> Any:
+        """A copy of a device array as a NumPy array, once all launches before it have ended."""
+
+    def synchronize(self) -> None:
+        """Return once everything queued has ended."""
+
+    def owns(self, array: Any) -> bool:
+        """Whether `array` is an array on this device."""
+
+    def pointer(self, array: Any) -> int:
+        """Address of the array's first byte."""
+
+    def pinned(self, shape: tuple, dtype: Any) -> Any:
+        """A NumPy array in memory that the device copies from and to without staging."""
+
+    def copy_in(self, device: Any, host: Any) -> None:
+        """Queue a copy of a contiguous host array into a device array; `host` must live until it has ended."""
+
+    def copy_out(self, host: Any, device: Any) -> None:
+        """Queue a copy of a device array into a contiguous host array."""
+
+    def copy_out_blocking(self, host: Any, device: Any) -> None:
+        """The same, returning when the bytes are there."""
+
+
+def get(name: str | None = None) -> Backend:
+    """The backend called `name` ("cuda", "cpu"), or, for None, cuda where there is a device and cpu elsewhere.
+
+    Raises BackendUnavailable where it cannot run, ValueError where there is no such backend.
+    """
+    if name is None:
+        name = "cuda" if available()["cuda"] is None else "cpu"
+    if name == "cuda":
+        from kernelbook.backends.cuda import CudaBackend
+        return CudaBackend()
+    if name == "cpu":
+        from kernelbook.backends.cpu import CpuBackend
+        return CpuBackend()
+    raise ValueError(f"no backend {name!r}; there are 'cuda' and 'cpu'")
+
+
+def available() -> dict[str, str | None]:
+    """Every backend's name with None where it can run here, else with the reason why not."""
+    reasons: dict[str, str | None] = {}
+    for name in ("cuda", "cpu"):
+        try:
+            get(name)
+            reasons[name] = None
+        except BackendUnavailable as error:
+            reasons[name] = str(error)
+    return reasons

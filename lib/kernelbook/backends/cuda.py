@@ -1,0 +1,123 @@
+"""NVIDIA GPUs through CuPy. Kernels are compiled by NVRTC to machine code of the device at hand."""
+
+import numpy as np
+
+from kernelbook import toolchain
+from kernelbook.backends import BackendUnavailable, Source
+
+
+def device_count() -> int:
+    """NVIDIA GPUs that CuPy can use here; 0 where CuPy, a driver or a device is missing."""
+    try:
+        import cupy
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # CuPy's own error types cannot be named where it does not import
+        return 0
+
+
+class CudaBackend:
+    """The current CUDA device. Raises BackendUnavailable where there is none. See backends.Backend."""
+
+    name = "cuda"
+    simulated = False
+    wave = 32
+
+    def __init__(self):
+        try:
+            import cupy
+        except ImportError as error:
+            raise BackendUnavailable(f"cupy does not import ({error}); pip install cupy-cuda12x, or cupy-cuda13x "
+                                     "beside a CUDA 13 driver") from error
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(f"no NVIDIA GPU: {error}") from error
+        if count == 0:
+            raise BackendUnavailable("no NVIDIA GPU: the driver lists none")
+        self.xp = cupy
+        self._id = cupy.cuda.Device().id
+        properties = cupy.cuda.runtime.getDeviceProperties(self._id)
+        self.device = properties["name"].decode()
+        self.multiprocessors = properties["multiProcessorCount"]
+        self.l2_bytes = properties["l2CacheSize"]
+        self.memory_bytes = properties["totalGlobalMem"]
+        capability = f"{properties['major']}{properties['minor']}"
+        self.arch = capability + ("a" if capability == "90" else "")
+        self._modules: dict[str, CudaModule] = {}
+
+    def compile(self, source, defines=None):
+        source = source if isinstance(source, Source) else Source(source, defines or {})
+        if source.hash not in self._modules:
+            self._modules[source.hash] = CudaModule(self, source)
+        return self._modules[source.hash]
+
+    def array(self, host):
+        return self.xp.array(np.ascontiguousarray(host))
+
+    def empty(self, shape, dtype):
+        array = self.xp.empty(shape, dtype)
+        if array.nbytes:
+            array.data.memset_async(0xFF, array.nbytes)
+        return array
+
+    def numpy(self, array):
+        return self.xp.asnumpy(array)
+
+    def synchronize(self):
+        self.xp.cuda.get_current_stream().synchronize()
+
+    def owns(self, array) -> bool:
+        """Whether `array` lies on this device."""
+        return isinstance(array, self.xp.ndarray) and array.device.id == self._id
+
+    def pointer(self, array) -> int:
+        return array.data.ptr
+
+    def pinned(self, shape, dtype):
+        """A NumPy array in page-locked memory, from which copies need no staging by the driver."""
+        import cupyx
+        return cupyx.empty_pinned(shape, dtype)
+
+    def copy_in(self, device, host):
+        """Queue a copy from the host. From pinned memory it returns at once; the host array must live on."""
+        self.xp.cuda.runtime.memcpyAsync(device.data.ptr, host.ctypes.data, host.nbytes,
+                                         self.xp.cuda.runtime.memcpyHostToDevice,
+                                         self.xp.cuda.get_current_stream().ptr)
+
+    def copy_out(self, host, device):
+        """Queue a copy to the host; into pinned memory it returns at once."""
+        self.xp.cuda.runtime.memcpyAsync(host.ctypes.data, device.data.ptr, host.nbytes,
+                                         self.xp.cuda.runtime.memcpyDeviceToHost,
+                                         self.xp.cuda.get_current_stream().ptr)
+
+    def copy_out_blocking(self, host, device):
+        """Copy to the host and return when it is there (cudaMemcpy)."""
+        self.xp.cuda.runtime.memcpy(host.ctypes.data, device.data.ptr, host.nbytes,
+                                    self.xp.cuda.runtime.memcpyDeviceToHost)
+
+
+class CudaModule:
+    def __init__(self, backend: CudaBackend, source: Source):
+        self.source = source
+        self.backend = backend
+        cubin, self.log = toolchain.nvrtc_compile(source, backend.arch)
+        self._module = backend.xp.cuda.function.Module()
+        self._module.load(cubin)
+
+    def kernel(self, name: str) -> "CudaKernel":
+        return CudaKernel(self, name)
+
+
+class CudaKernel:
+    def __init__(self, module: CudaModule, name: str):
+        self.name = name
+        self._backend = module.backend
+        self._function = module._module.get_function(name)
+
+    def __call__(self, grid, block, args, shared=0):
+        for i, value in enumerate(args):
+            if not (value is None or isinstance(value, np.generic) or self._backend.owns(value)):
+                raise TypeError(f"{self.name}: argument {i} is a {type(value).__name__}; expected an array on the "
+                                "device, a NumPy scalar such as np.int32(4), or None")
+        pointers = [np.uint64(0) if value is None else value for value in args]
+        self._function(tuple(grid), tuple(block), pointers, shared_mem=shared)

@@ -1,0 +1,111 @@
+"""What the notebooks do, one module an article: each experiment runs kernels, records what it measures and returns
+a Finding, its data for the notebook's plots and its judgement of a claim.
+
+A claim with a figure is "reproduced" where the figure comes out within a factor of two, and "direction holds" where only
+its sign does. A claim without a figure is reproduced where it holds on every case, and its direction holds where it does
+on most.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kernelbook import measure, stats
+from kernelbook.backends import Backend
+from kernelbook.records import Record, Verdict
+
+NEEDS_GPU = "a GPU: the wave simulator checks results and is not timed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An experiment's outcome. claim, verdict, evidence, measured, missing, host: as Record.verdict takes them.
+    data: what the notebook plots."""
+
+    claim: str
+    verdict: str
+    evidence: str
+    measured: str = ""
+    missing: str | None = None
+    host: bool = False
+    data: Any = None
+
+
+@dataclass
+class Lab:
+    """Where experiments run and what they write to.
+
+    ceilings: measure.Ceiling by name, measured in this run; empty where the backend is simulated.
+    """
+
+    backend: Backend
+    record: Record
+    seed: int = 0
+    ceilings: dict[str, measure.Ceiling] = field(default_factory=dict)
+
+    @property
+    def timed(self) -> bool:
+        """Whether times on the backend mean anything."""
+        return not self.backend.simulated
+
+    def rng(self, *key: int) -> np.random.Generator:
+        """A generator that depends on the seed and the key only, not on what ran before."""
+        return np.random.default_rng([self.seed, *key])
+
+    def measure_ceilings(self) -> list[measure.Ceiling]:
+        """Measure this machine's ceilings, record them, and keep them for the fractions that follow."""
+        if self.timed:
+            found = (measure.memory_ceilings(self.backend) + measure.matmul_ceilings()
+                     + measure.round_trips(self.backend))
+        else:
+            found = []
+        host = measure.host_ceilings()
+        self.ceilings = {c.name: c for c in found + host}
+        metrics = {"GB/s": "bandwidth_gbs", "TFLOP/s": "throughput_tflops", "us": "time_us"}
+        for c in found + host:
+            self.record.measure(kernel="ceilings", variant=c.name, case={"how": c.how}, metric=metrics[c.unit],
+                                value=c.value, unit=c.unit, p10=c.p10, p90=c.p90, n=c.n, host=c in host)
+        return found + host
+
+    def errors(self, kernel: str, variant: str, case: dict, out, reference, bound: float) -> stats.Errors:
+        """Record every error figure of `out`; the case has passed where relative Frobenius is within `bound`."""
+        e = stats.errors(out, reference)
+        passed = e.relative_frobenius <= bound
+        status = {} if passed else {"status": "wrong_result", "reason": f"relative Frobenius "
+                                    f"{e.relative_frobenius:.3g} exceeds {bound:g}"}
+        for metric in ("relative_frobenius", "max_abs", "rms", "cosine", "nonfinite"):
+            value = float(getattr(e, metric))
+            self.record.measure(kernel=kernel, variant=variant, case=case, metric=metric,
+                                value=value if np.isfinite(value) else None, unit="1", **status)
+        return e
+
+    def time(self, kernel: str, variant: str, case: dict, timing: measure.Timing, cache: str | None, *,
+             nbytes: int = 0, flop: int = 0, host: bool = False) -> None:
+        """Record a time and, from the bytes and FLOP of a call, its rates and their fractions of the ceilings.
+
+        nbytes counts each input and each output once.
+        """
+        def put(metric, value, p10, p90, unit):
+            self.record.measure(kernel=kernel, variant=variant, case=case, metric=metric, value=value, p10=p10, p90=p90,
+                                unit=unit, n=timing.n, cache=cache, host=host)
+
+        put("time_us", timing.median, timing.p10, timing.p90, "us")
+        rates = [("bandwidth_gbs", nbytes / 1e3, "GB/s", "read"),
+                 ("throughput_tflops", flop / 1e6, "TFLOP/s", "bf16_matmul")]
+        for metric, amount, unit, ceiling in rates:
+            if amount:
+                rate = [amount / t for t in (timing.median, timing.p90, timing.p10)]
+                put(metric, *rate, unit)
+                if ceiling in self.ceilings and not host:
+                    put(f"fraction_of_{ceiling}", *(r / self.ceilings[ceiling].value for r in rate), "1")
+
+    def judge(self, finding: Finding) -> Verdict:
+        """Record a finding's verdict; returns the box to display."""
+        return self.record.verdict(finding.claim, finding.verdict, finding.evidence, measured=finding.measured,
+                                   missing=finding.missing, host=finding.host)
+
+
+def not_timed(claim: str, evidence: str, data: Any = None, measured: str = "") -> Finding:
+    """The finding on a speed claim where there is no GPU; `evidence` says what could be shown all the same."""
+    return Finding(claim, "not testable here", evidence, measured, missing=NEEDS_GPU, data=data)

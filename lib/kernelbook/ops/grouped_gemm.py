@@ -1,0 +1,333 @@
+"""Grouped-quantized GEMM: out[m, n] = sum over groups of w_scale[g, n] * (sum over k in the group of a[m, k] * w[k, n]).
+
+The weights are strips (`kernelbook.formats.Strips`). From the device upward:
+
+    GroupedGemm     weights on a device, arrays on the device in and out
+    HostGemm        the same call from host memory and back: staging, copies, one synchronize
+    CpuGemm         the product on the CPU
+    Linear          chooses between the last two for each call and says why
+
+Source: grouped_gemm article, sections 2 and 3.
+"""
+
+from collections import Counter
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernelbook import formats
+from kernelbook.backends import Backend
+
+# The geometry compiled into kernels/grouped_gemm/split.h.
+THREADS_N, THREADS_M, COLUMNS = 64, 4, 4
+
+TARGET_BLOCKS = 512
+"""Blocks that the split rule aims for (section 3.3)."""
+PARTIAL_CAP_BYTES = 64 << 20
+"""Largest buffer of partial sums that the split rule allows (section 3.3)."""
+FLOP_GATE = 1e7
+"""Products below this many FLOP stay on the CPU (section 3.5); `measure` finds the break-even of a machine."""
+
+MAX_GRID_Y = 65535
+MAX_COLUMNS = 2**31 - 1 - THREADS_N * THREADS_M * COLUMNS  # n is a 32-bit int in the kernels
+
+
+def blocks_xy(m: int, n: int, remap: bool) -> tuple[int, int]:
+    """Grid along columns and rows. With `remap` and one row, all threads of a block lie along the columns."""
+    if remap and m == 1:
+        return -(-n // (THREADS_N * THREADS_M * COLUMNS)), 1
+    return -(-n // (THREADS_N * COLUMNS)), -(-m // THREADS_M)
+
+
+def choose_nsplit(m: int, n: int, groups: int, remap: bool = True) -> int:
+    """Slices along K: enough for TARGET_BLOCKS blocks, at most one a group, partial sums within PARTIAL_CAP_BYTES."""
+    x, y = blocks_xy(m, n, remap)
+    nsplit = min(-(-TARGET_BLOCKS // (x * y)), groups) if 0 < x * y < TARGET_BLOCKS else 1
+    return max(1, min(nsplit, PARTIAL_CAP_BYTES // max(1, m * n * 4)))
+
+
+def source(activations: str, group: int, remap: bool = True, keep_sums: bool = False) -> tuple[str, dict]:
+    """File below kernels/ and constants of the kernel for "float" or "int8" activations."""
+    if activations == "float":
+        return "grouped_gemm/2_float_activations.cu", {"GROUP": group, "REMAP": int(remap)}
+    return "grouped_gemm/1_int8_activations.cu", {"GROUP": group, "GROUP_SUMS": int(keep_sums)}
+
+
+def _check_array(backend, array, what, shape, dtype, align):
+    """The array a kernel is about to read or write, or a clear error."""
+    if not backend.owns(array):
+        raise TypeError(f"{what} is a {type(array).__name__}; expected an array on {backend.device} "
+                        "(make one with backend.array or backend.empty)")
+    if array.dtype != dtype:
+        raise TypeError(f"{what} has dtype {array.dtype}; expected {np.dtype(dtype)}")
+    if tuple(array.shape) != tuple(shape):
+        raise ValueError(f"{what} has shape {tuple(array.shape)}; expected {tuple(shape)}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{what} has strides {array.strides}; expected a C-contiguous array (copy it first)")
+    if backend.pointer(array) % align:
+        raise ValueError(f"{what} starts at address {backend.pointer(array):#x}; expected a multiple of {align} bytes")
+
+
+class GroupedGemm:
+    """One weight matrix on a device.
+
+    backend: where it runs.  strips: the weights [K, N]; their group must divide K.
+    activations: "float" (kernel 2) or "int8" (kernel 1).
+    remap: with "float" and one row, lay the whole block along the columns (section 3.2).
+    keep_sums: with "int8", each call also leaves the integer sum of every group in `self.sums`, int32 [M, groups, N].
+    Raises ValueError where K is no multiple of the group, and what `Strips.check` raises.
+    """
+
+    def __init__(self, backend: Backend, strips: formats.Strips, activations: str = "float", *,
+                 remap: bool = True, keep_sums: bool = False):
+        strips.check()
+        if activations not in ("float", "int8"):
+            raise ValueError(f"activations {activations!r}; expected 'float' or 'int8'")
+        if keep_sums and activations != "int8":
+            raise ValueError("keep_sums needs int8 activations: sums of floats are not integers")
+        if strips.k % strips.group:
+            raise ValueError(f"K = {strips.k} is no multiple of the group of {strips.group}: the kernels take whole "
+                             "groups only; CpuGemm takes any K")
+        if strips.n > MAX_COLUMNS:
+            raise ValueError(f"N = {strips.n} columns; the kernels index at most {MAX_COLUMNS}")
+        self.backend = backend
+        self.strips = strips
+        self.activations = activations
+        self.remap = remap and activations == "float"
+        self.keep_sums = keep_sums
+        self.sums = None
+        self._codes = backend.array(strips.codes)
+        self._scales = backend.array(strips.scales)
+        self._partial = None
+        module = backend.compile(*source(activations, strips.group, self.remap, keep_sums))
+        self._gemm = module.kernel(f"grouped_gemm_{activations}")
+        self._reduce = backend.compile("grouped_gemm/3_reduce_splits.cu").kernel("reduce_splits")
+
+    def clone(self) -> "GroupedGemm":
+        """The same weights at other addresses on the device, for measurements that must miss the cache."""
+        other = copy(self)
+        other._codes, other._scales = self._codes.copy(), self._scales.copy()
+        other._partial = other.sums = None
+        return other
+
+    def choose_nsplit(self, m: int) -> int:
+        """The split rule's slices for `m` rows."""
+        return choose_nsplit(m, self.strips.n, self.strips.groups, self.remap)
+
+    def __call__(self, x, *, nsplit: int | None = None, out=None, partial=None, launch_per_slice: bool = False):
+        """The product [M, N], float32 on the device. Nothing is synchronized.
+
+        x: float32 [M, K] on the device; for int8 activations a pair (codes int8 [M, K], scales float32 [M, groups]).
+        nsplit: slices along K, 1 to groups; None takes the split rule's.
+        out: float32 [M, N] to write into.  partial: float32 [nsplit, M, N] for the partial sums of nsplit > 1;
+        both are made where they are not given.
+        launch_per_slice: launch each slice alone, as section 3.3 warns against, instead of all along blockIdx.z.
+        Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
+        alignment.
+        """
+        s = self.strips
+        pair = self.activations == "int8"
+        codes = x[0] if pair else x
+        if codes.ndim != 2:
+            raise ValueError(f"x has shape {tuple(codes.shape)}; expected [M, {s.k}]")
+        m = codes.shape[0]
+        if m == 0:
+            return self.backend.empty((0, s.n), np.float32)
+        if pair:
+            _check_array(self.backend, codes, "x codes", (m, s.k), np.int8, 1)
+            _check_array(self.backend, x[1], "x scales", (m, s.groups), np.float32, 4)
+        else:
+            _check_array(self.backend, x, "x", (m, s.k), np.float32, 4)
+        if nsplit is None:
+            nsplit = self.choose_nsplit(m)
+        if not 1 <= nsplit <= s.groups:
+            raise ValueError(f"nsplit = {nsplit}; expected 1 to {s.groups}, the number of groups")
+        if out is None:
+            out = self.backend.empty((m, s.n), np.float32)
+        _check_array(self.backend, out, "out", (m, s.n), np.float32, 16)
+        if nsplit > 1:
+            partial = self._partial_buffer(nsplit, m) if partial is None else partial
+            _check_array(self.backend, partial, "partial", (nsplit, m, s.n), np.float32, 16)
+        if self.keep_sums:
+            self.sums = self.backend.empty((m, s.groups, s.n), np.int32)
+
+        target = partial if nsplit > 1 else out
+        slices = [(z, 1) for z in range(nsplit)] if launch_per_slice else [(0, nsplit)]
+        rows = MAX_GRID_Y * THREADS_M
+        if m > rows and nsplit > 1:
+            raise ValueError(f"M = {m} rows with nsplit = {nsplit}; more than {rows} rows take nsplit = 1")
+        for first_row in range(0, m, rows):  # one trip, unless M passes the grid's limit
+            part = slice(first_row, min(first_row + rows, m))
+            for first_slice, count in slices:
+                self._launch(tuple(a[part] for a in x) if pair else (x[part],),
+                             target if nsplit > 1 else target[part], part.stop - part.start, nsplit, first_slice,
+                             count, part)
+        if nsplit > 1:
+            total = m * s.n
+            self._reduce((-(-total // 256), 1, 1), (256, 1, 1), [partial, out, np.uint64(total), np.int32(nsplit)])
+        return out
+
+    def _launch(self, x, target, m, nsplit, first_slice, count, part):
+        s = self.strips
+        args = [*x, self._codes, self._scales, target, *map(np.int32, (m, s.n, s.npad, s.k, nsplit, first_slice))]
+        if self.keep_sums:
+            args.append(self.sums[part])
+        self._gemm((*blocks_xy(m, s.n, self.remap), count), (THREADS_N, THREADS_M, 1), args)
+
+    def _partial_buffer(self, nsplit, m):
+        size = nsplit * m * self.strips.n
+        if self._partial is None or self._partial.size < size:
+            self._partial = self.backend.empty(size, np.float32)
+        return self._partial[:size].reshape(nsplit, m, self.strips.n)
+
+
+class HostGemm:
+    """A product from host memory and back, the way an engine on the host calls it (section 3.4).
+
+    gemm: the weights on the device.  max_rows: the most rows of a call; staging and device buffers are made once.
+    """
+
+    def __init__(self, gemm: GroupedGemm, max_rows: int):
+        if max_rows < 1:
+            raise ValueError(f"max_rows = {max_rows}; expected at least 1")
+        self.gemm = gemm
+        self.max_rows = max_rows
+        s, backend = gemm.strips, gemm.backend
+        shapes = [((max_rows, s.k), np.float32)]
+        if gemm.activations == "int8":
+            shapes = [((max_rows, s.k), np.int8), ((max_rows, s.groups), np.float32)]
+        self._staged_in = [backend.pinned(*shape) for shape in shapes]
+        self._device_in = [backend.empty(*shape) for shape in shapes]
+        self._staged_out = backend.pinned((max_rows, s.n), np.float32)
+        self._device_out = backend.empty((max_rows, s.n), np.float32)
+
+    def _inputs(self, x) -> list[np.ndarray]:
+        s = self.gemm.strips
+        x = np.ascontiguousarray(x)
+        if x.dtype != np.float32:
+            raise TypeError(f"x has dtype {x.dtype}; expected float32")
+        if x.ndim != 2 or x.shape[1] != s.k:
+            raise ValueError(f"x has shape {x.shape}; expected [M, {s.k}]")
+        if len(x) > self.max_rows:
+            raise ValueError(f"M = {len(x)} rows; this HostGemm has buffers for {self.max_rows}")
+        return list(formats.quantize_activations(x, s.group)) if self.gemm.activations == "int8" else [x]
+
+    def _multiply(self, m):
+        x = [a[:m] for a in self._device_in]
+        return self.gemm(x if len(x) == 2 else x[0], out=self._device_out[:m])
+
+    def __call__(self, x) -> np.ndarray:
+        """x float32 [M, K] -> float32 [M, N]: pinned staging, queued copies, one synchronize."""
+        inputs, backend, m = self._inputs(x), self.gemm.backend, len(x)
+        if m == 0:
+            return np.empty((0, self.gemm.strips.n), np.float32)
+        for device, staged, host in zip(self._device_in, self._staged_in, inputs, strict=True):
+            staged[:m] = host
+            backend.copy_in(device[:m], staged[:m])
+        out = self._multiply(m)
+        backend.copy_out(self._staged_out[:m], out)
+        backend.synchronize()
+        return self._staged_out[:m].copy()
+
+    def pageable(self, x) -> np.ndarray:
+        """The old way: copies straight from and to pageable memory, a blocking read-back, a second synchronize."""
+        inputs, backend, m = self._inputs(x), self.gemm.backend, len(x)
+        result = np.empty((m, self.gemm.strips.n), np.float32)
+        if m == 0:
+            return result
+        for device, host in zip(self._device_in, inputs, strict=True):
+            backend.copy_in(device[:m], host)
+        out = self._multiply(m)
+        backend.synchronize()
+        backend.copy_out_blocking(result, out)
+        return result
+
+
+class CpuGemm:
+    """The product on the CPU: weights dequantized once to float32, then PyTorch's GEMM. Takes any K.
+
+    A partial last group has a scale of its own. Costs 4 bytes a weight of host memory.
+    """
+
+    def __init__(self, strips: formats.Strips):
+        import torch
+        strips.check()
+        self.strips = strips
+        self._weights = torch.from_numpy(np.ascontiguousarray(strips.dequantize(np.float32)))
+
+    def __call__(self, x) -> np.ndarray:
+        """x float32 [M, K] -> float32 [M, N]."""
+        import torch
+        x = np.ascontiguousarray(x)
+        if x.dtype != np.float32:
+            raise TypeError(f"x has dtype {x.dtype}; expected float32")
+        if x.ndim != 2 or x.shape[1] != self.strips.k:
+            raise ValueError(f"x has shape {x.shape}; expected [M, {self.strips.k}]")
+        return (torch.from_numpy(x) @ self._weights.T).numpy()
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a call goes, "device" or "cpu", and why."""
+
+    path: str
+    reason: str
+
+
+def route(strips: formats.Strips, m: int, gate: float = FLOP_GATE) -> Route:
+    """The article's rule (sections 3.5 and 5): whole groups only, and nothing below `gate` FLOP, on the device."""
+    flops = 2 * m * strips.n * strips.k
+    if strips.k % strips.group:
+        return Route("cpu", f"K = {strips.k} is no multiple of the group of {strips.group}")
+    if flops < gate:
+        return Route("cpu", f"{flops / 1e6:.2f} MFLOP is below the gate of {gate / 1e6:g} MFLOP")
+    return Route("device", f"{flops / 1e6:.2f} MFLOP, gate {gate / 1e6:g} MFLOP")
+
+
+class Linear:
+    """One projection of a model, called from host memory; each call goes where `route` sends it.
+
+    `routes` counts the calls by Route. The CPU's and the device's copy of the weights are each made at the first
+    call that needs them.
+    """
+
+    def __init__(self, strips: formats.Strips, backend: Backend, gate: float = FLOP_GATE, max_rows: int = 32,
+                 activations: str = "float"):
+        strips.check()
+        self.strips, self.backend, self.gate = strips, backend, gate
+        self.max_rows, self.activations = max_rows, activations
+        self.routes: Counter[Route] = Counter()
+        self._cpu = self._host = None
+
+    def __call__(self, x) -> np.ndarray:
+        """x float32 [M, K] -> float32 [M, N]."""
+        taken = route(self.strips, len(x), self.gate)
+        self.routes[taken] += 1
+        if taken.path == "cpu":
+            self._cpu = self._cpu or CpuGemm(self.strips)
+            return self._cpu(x)
+        if self._host is None or len(x) > self._host.max_rows:
+            gemm = self._host.gemm if self._host else GroupedGemm(self.backend, self.strips, self.activations)
+            self._host = HostGemm(gemm, max(self.max_rows, len(x)))
+        return self._host(x)
+
+
+def reference(x, strips: formats.Strips) -> np.ndarray:
+    """The product in float64 on the same codes and scales. x [M, K] -> float64 [M, N]."""
+    return np.asarray(x, np.float64) @ strips.dequantize(np.float64).T
+
+
+def reference_int8(codes, scales, strips: formats.Strips) -> np.ndarray:
+    """The product in float64 on quantized activations: codes int8 [M, K], scales [M, groups] -> float64 [M, N]."""
+    widths = np.minimum(strips.group, strips.k - strips.group * np.arange(strips.groups))
+    x = np.asarray(codes, np.float64) * np.repeat(np.asarray(scales, np.float64), widths, axis=1)
+    return reference(x, strips)
+
+
+def integer_sums(codes, strips: formats.Strips) -> np.ndarray:
+    """The exact integer sum of every group: codes int8 [M, K] -> int64 [M, groups, N]. K must be whole groups."""
+    m, groups, group = len(codes), strips.groups, strips.group
+    a = np.asarray(codes, np.float64).reshape(m, groups, group)
+    w = strips.codes[:, :strips.n].astype(np.float64).reshape(groups, group, strips.n)
+    return np.einsum("mgk,gkn->mgn", a, w, optimize=True).astype(np.int64)

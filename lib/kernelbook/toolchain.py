@@ -1,0 +1,680 @@
+"""Compiles for GPUs that are not there, and what the machine code says without being run.
+
+    source = Source("grouped_gemm/2_float_activations.cu", {"GROUP": 32, "REMAP": 1})
+    cubin, log = nvrtc_compile(source, "90a")
+    rows = evidence(source)             # registers, spills, instructions per MAC on every target
+    kernel = compile_cuda(source, "90a").kernels["grouped_gemm_float"]
+    kernel.opcodes["FFMA"], kernel.hot_loop.span, per_mac(kernel).instructions
+
+NVIDIA code is compiled by NVRTC through CuPy and disassembled by nvdisasm, AMD code by the clang in the wheel
+ziglang. Results are kept in the cache of compiled objects.
+
+A MAC here is one multiply-accumulate of one lane. The lanes of a wave (or warpgroup) share a matrix
+instruction, so each counts its part of it: IMMA.16832 does 16 * 8 * 32 / 32 = 128 MACs a lane.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from kernelbook.backends import BackendUnavailable, CompileError, Source, cache
+
+NVIDIA = ("80", "89", "90a", "100", "120")
+"""Ampere, Ada, Hopper, datacenter Blackwell, consumer Blackwell."""
+
+AMD = ("gfx90a", "gfx942", "gfx950")
+"""CDNA2, CDNA3, CDNA4."""
+
+
+# -------------------------------------------------------------------------------------------------- compilers
+
+def targets() -> dict[str, str | None]:
+    """Every target, "sm_80" to "gfx950", with None where this machine can compile for it and read the result,
+    else with the reason why not."""
+    def reason(*tools: Callable) -> str | None:
+        try:
+            for tool in tools:
+                tool()
+        except BackendUnavailable as error:
+            return str(error)
+        return None
+
+    nvidia, amd = reason(_nvrtc, _nvdisasm), reason(_ziglang)
+    return {f"sm_{arch}": nvidia for arch in NVIDIA} | {arch: amd for arch in AMD}
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Version of the NVRTC that CuPy has loaded, (12, 9). Raises BackendUnavailable."""
+    return _nvrtc().getVersion()
+
+
+def nvrtc_compile(source: Source, arch: str, extra_options: Iterable[str] = ()) -> tuple[bytes, str]:
+    """A cubin of `source` for `arch` ("80", "90a", ...), and NVRTC's log, for `resources` to read.
+
+    Needs no GPU. Raises CompileError with the source line, BackendUnavailable without CuPy or NVRTC, and
+    ValueError where this NVRTC does not know the architecture.
+    """
+    nvrtc = _nvrtc()
+    version = ".".join(map(str, nvrtc.getVersion()))
+    known = nvrtc.getSupportedArchs()
+    if not re.fullmatch(r"\d+[af]?", arch) or int(arch.rstrip("af")) not in known:
+        raise ValueError(f"NVRTC {version} has no architecture {arch!r}; it has "
+                         f"{', '.join(map(str, known))}, some with the suffix 'a'")
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++20", "--generate-line-info", "--ptxas-options=-v",
+               *(f"--include-path={folder}" for folder in _cuda_includes()), *source.flags, *extra_options]
+
+    def build() -> tuple[bytes, bytes]:
+        headers = source.headers
+        program = nvrtc.createProgram(source.text, source.path, list(headers.values()), list(headers))
+        try:
+            nvrtc.compileProgram(program, options)
+            cubin = nvrtc.getCUBIN(program)
+            # CuPy takes the last byte for a string's terminator and drops it. It is a zero, the end of the
+            # last 8-byte field of the ELF file; the driver does not miss it, nvdisasm does.
+            return cubin + bytes(-len(cubin) % 8), nvrtc.getProgramLog(program).encode()
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise CompileError(source, f"NVRTC {version}", log or str(error)) from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    cubin, log = _cached(_key(source.hash, version, *options), (".cubin", ".log"), build)
+    return cubin, log.decode()
+
+
+@dataclass(frozen=True)
+class CodeObject:
+    """What a compiler made of one source for one target.
+
+    target: "sm_90a", "gfx942". compiler: its name and version. binary: cubin or HSA code object.
+    assembly: its instructions as text. resources: by kernel, see `resources` and `compile_hip`.
+    """
+
+    target: str
+    compiler: str
+    binary: bytes
+    assembly: str
+    resources: dict[str, dict[str, int]]
+    kernels: dict[str, "Kernel"]
+
+
+def compile_cuda(source: Source, arch: str, extra_options: Iterable[str] = ()) -> CodeObject:
+    """Compile as `nvrtc_compile` does, and disassemble. Raises what that and `disassemble` raise."""
+    cubin, log = nvrtc_compile(source, arch, extra_options)
+    version = ".".join(map(str, nvrtc_version()))
+    listing = disassemble(cubin)
+    return CodeObject(f"sm_{arch}", f"NVRTC {version}", cubin, listing, resources(log), _parse_sass(listing))
+
+
+def compile_hip(source: Source, arch: str, extra_options: Iterable[str] = ()) -> CodeObject:
+    """A code object of `source` for `arch` ("gfx942", ...), made without ROCm by the clang in ziglang.
+
+    Its resources, by kernel: registers (VGPRs with AGPRs), agprs, sgprs, spill_bytes (4 a spilled VGPR),
+    sgpr_spills, stack_bytes, shared_bytes (static LDS), kernarg_bytes, block_limit (threads). Bytes are per
+    thread, those of LDS per block, of kernarg per launch.
+    Raises CompileError with the source line, BackendUnavailable without ziglang.
+    """
+    version = _ziglang()
+    compiler = f"clang of ziglang {version}"
+    # A fixed cuid: by default the code object holds a hash of the folder it was compiled in.
+    options = ["-x", "hip", f"--offload-arch={arch}", "--offload-device-only", "-nogpulib", "-nogpuinc",
+               "-nostdinc", "-O3", "-std=c++20", "-cuid=kernelbook", *source.flags, *extra_options]
+
+    def build() -> tuple[bytes, bytes]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for header, text in source.headers.items():
+                path = folder / "include" / header
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            file = folder / Path(source.path).name
+            file.write_text(source.text, encoding="utf-8")
+
+            def zig(*command: str) -> None:
+                done = subprocess.run([sys.executable, "-m", "ziglang", *command], cwd=folder,
+                                      capture_output=True, text=True, errors="replace")
+                if done.returncode:
+                    raise CompileError(source, f"{compiler} for {arch}", done.stderr)
+
+            zig("clang", *options, "-Iinclude", "-S", file.name, "-o", "kernel.s")
+            zig("clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", "kernel.s", "-o", "kernel.o")
+            zig("ld.lld", "-m", "elf64_amdgpu", "--no-undefined", "-shared", "kernel.o", "-o", "kernel.hsaco")
+            return (folder / "kernel.hsaco").read_bytes(), (folder / "kernel.s").read_bytes()
+
+    binary, assembly = _cached(_key(source.hash, compiler, *options), (".hsaco", ".s"), build)
+    text = assembly.decode()
+    used = _amd_resources(text)
+    return CodeObject(arch, compiler, binary, text, used, _parse_amdgcn(text, used))
+
+
+def disassemble(cubin: bytes) -> str:
+    """nvdisasm's listing of a cubin's code.
+
+    Raises BackendUnavailable without nvdisasm, ValueError where it refuses the cubin.
+    """
+    nvdisasm = _nvdisasm()
+
+    def build() -> tuple[bytes]:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            done = subprocess.run([nvdisasm, "--print-code", file.name], capture_output=True)
+        if done.returncode:
+            raise ValueError(f"{nvdisasm}: {done.stderr.decode(errors='replace').strip()}")
+        return (done.stdout,)
+
+    listing, = _cached(hashlib.sha256(cubin).hexdigest(), (".sass",), build)
+    return listing.decode()
+
+
+def sass(cubin: bytes) -> dict[str, "Kernel"]:
+    """The kernels in a cubin, by name, as instructions. Raises what `disassemble` raises."""
+    return _parse_sass(disassemble(cubin))
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _cached(key: str, suffixes: tuple[str, ...], build: Callable[[], tuple[bytes, ...]]) -> list[bytes]:
+    """The cached files `key + suffix`; where one is missing, one call of `build` makes all."""
+    once = functools.cache(build)
+    return [cache.get(key + suffix, lambda path, i=i: path.write_bytes(once()[i])).read_bytes()
+            for i, suffix in enumerate(suffixes)]
+
+
+def _nvrtc():
+    """CuPy's binding to NVRTC, with the library loaded."""
+    try:
+        from cupy.cuda import nvrtc
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise BackendUnavailable(
+            f"NVRTC, the CUDA compiler, does not load ({why}); pip install cupy-cuda12x "
+            "'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-runtime-cu12==12.9.*' or, for CUDA 13, cupy-cuda13x "
+            "nvidia-cuda-nvrtc nvidia-cuda-runtime") from error
+    return nvrtc
+
+
+@functools.cache
+def _cuda_includes() -> tuple[str, ...]:
+    """Where <cuda_fp16.h> and its like are: in a wheel, a conda environment or a CUDA toolkit."""
+    with contextlib.suppress(ImportError):
+        from cuda.pathfinder import find_nvidia_header_directory
+        found = find_nvidia_header_directory("cudart")
+        return (found,) if found else ()
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return (f"{home}/include",) if home else ()
+
+
+@functools.cache
+def _nvdisasm() -> str:
+    """nvdisasm in a wheel, a conda environment or a CUDA toolkit."""
+    with contextlib.suppress(ImportError):
+        from cuda.pathfinder import find_nvidia_binary_utility
+        if found := find_nvidia_binary_utility("nvdisasm"):
+            return found
+    nvcc = shutil.which("nvcc")
+    beside_nvcc = str(Path(nvcc).resolve().parent) if nvcc else None
+    for folders in (None, beside_nvcc):
+        if found := shutil.which("nvdisasm", path=folders):
+            return found
+    raise BackendUnavailable("nvdisasm, which reads NVIDIA machine code, is neither in a wheel nor in CUDA_HOME "
+                             "nor on PATH; pip install nvidia-cuda-nvdisasm")
+
+
+def _ziglang() -> str:
+    """Version of the wheel ziglang."""
+    if importlib.util.find_spec("ziglang") is None:
+        raise BackendUnavailable("clang for AMD GPUs is missing; pip install ziglang==0.17.1")
+    return importlib.metadata.version("ziglang")
+
+
+# -------------------------------------------------------------------------------------------------- resources
+
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """What each kernel takes, from the log of ptxas -v (NVRTC's, or nvcc's).
+
+    By kernel: registers, spill_bytes (the sum of the next two), spill_store_bytes, spill_load_bytes,
+    stack_bytes, shared_bytes (static), barriers. Bytes are per thread, those of shared memory per block.
+    Raises ValueError where a kernel is named without its figures.
+    """
+    found = {}
+    for block in log.split("Compiling entry function '")[1:]:
+        name = block[:block.index("'")]
+        # ptxas also lists the functions a kernel calls: take the lines under the kernel's own name.
+        frame = re.search(rf"Function properties for {re.escape(name)}\s[^\n]*?(\d+) bytes stack frame, "
+                          r"(\d+) bytes spill stores, (\d+) bytes spill loads", block.replace("\n", " "))
+        used = re.search(r"Used (\d+) registers.*", block)
+        if not (frame and used):
+            raise ValueError(f"ptxas names kernel {name} without its registers and spills:\n{block.strip()}")
+        stack, stores, loads = map(int, frame.groups())
+        barriers = re.search(r"used (\d+) barriers", used[0])
+        shared = re.search(r"(\d+) bytes smem", used[0])
+        found[name] = {"registers": int(used[1]), "spill_bytes": stores + loads, "spill_store_bytes": stores,
+                       "spill_load_bytes": loads, "stack_bytes": stack,
+                       "shared_bytes": int(shared[1]) if shared else 0,
+                       "barriers": int(barriers[1]) if barriers else 0}
+    return found
+
+
+def _amd_resources(assembly: str) -> dict[str, dict[str, int]]:
+    metadata = re.search(r"\.amdgpu_metadata\n---\n(.*?)\n\.\.\.\n", assembly, re.S)[1]
+    return {kernel[".name"]: {"registers": kernel[".vgpr_count"], "agprs": kernel.get(".agpr_count", 0),
+                              "sgprs": kernel[".sgpr_count"], "spill_bytes": 4 * kernel[".vgpr_spill_count"],
+                              "sgpr_spills": kernel[".sgpr_spill_count"],
+                              "stack_bytes": kernel[".private_segment_fixed_size"],
+                              "shared_bytes": kernel[".group_segment_fixed_size"],
+                              "kernarg_bytes": kernel[".kernarg_segment_size"],
+                              "block_limit": kernel[".max_flat_workgroup_size"]}
+            for kernel in yaml.safe_load(metadata).get("amdhsa.kernels") or []}
+
+
+# ----------------------------------------------------------------------------------------------- instructions
+
+class Instruction(NamedTuple):
+    address: int        # bytes from the kernel's first instruction; AMD assembly has none: the ordinal
+    opcode: str         # with all modifiers: "LDG.E.128.CONSTANT", "v_fmac_f32"
+    operands: str
+    predicate: str      # "@!P0", or ""
+    target: int | None  # index of the instruction that a branch or call names
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A natural loop. span: addresses of its first and last instruction, with whatever lies between.
+    instructions: its own, without those of loops inside it, in order of address."""
+
+    span: tuple[int, int]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Isa:
+    """How to read one instruction set. The regular expressions match an opcode's beginning."""
+
+    arithmetic: re.Pattern
+    conversion: re.Pattern      # between integers and floats, and between floats
+    load: re.Pattern            # from global, shared, local and scalar memory; no constants
+    global_load: re.Pattern
+    global_store: re.Pattern
+    mnemonic: Callable[[str], str]                          # an opcode without the modifiers that tell little
+    bits: Callable[[str], int]                              # width of a lane's memory access
+    macs: Callable[[Iterable[Instruction]], int | None]     # of a lane; None where none can be told
+    successors: Callable[[int, Instruction], list[int]]     # indices of what can run next
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The instructions of one kernel, without the padding behind them."""
+
+    name: str
+    isa: Isa
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def opcodes(self) -> Counter:
+        """How often each mnemonic stands in the kernel ("FFMA", "IDP.4A", "IMMA.16832", "v_dot4c_i32_i8")."""
+        return self.count(self.instructions)
+
+    def count(self, instructions: Iterable[Instruction]) -> Counter:
+        return Counter(self.isa.mnemonic(i.opcode) for i in instructions)
+
+    @cached_property
+    def global_loads(self) -> dict[int, int]:
+        """How many loads from global memory of each width, in bits a lane: {128: 4, 32: 1}."""
+        return self._widths(self.isa.global_load)
+
+    @cached_property
+    def global_stores(self) -> dict[int, int]:
+        """How many stores to global memory of each width, in bits a lane."""
+        return self._widths(self.isa.global_store)
+
+    def _widths(self, pattern: re.Pattern) -> dict[int, int]:
+        found = Counter(self.isa.bits(i.opcode) for i in self.instructions if pattern.match(i.opcode))
+        return dict(sorted(found.items(), reverse=True))
+
+    @cached_property
+    def loops(self) -> list[Loop]:
+        """Its natural loops, in order of address."""
+        return _loops(self)
+
+    @cached_property
+    def hot_loop(self) -> Loop | None:
+        """The loop whose own instructions do the most MACs or, where none does any, the most arithmetic."""
+        def work(loop):
+            return (self.isa.macs(loop.instructions) or 0,
+                    sum(bool(self.isa.arithmetic.match(i.opcode)) for i in loop.instructions))
+        return max(self.loops, key=work, default=None)
+
+
+def _loops(kernel: Kernel) -> list[Loop]:
+    """Natural loops of the control flow graph. A backward branch alone would not do: compilers move rare paths
+    behind the kernel's end, and the jump back from there spans code that belongs to no loop."""
+    code = kernel.instructions
+    after = [[s for s in kernel.isa.successors(i, instruction) if s < len(code)]
+             for i, instruction in enumerate(code)]
+
+    # Depth first from the entry. An edge back to an instruction on the path walked closes a loop.
+    before: dict[int, list[int]] = {}
+    closing = []
+    seen, on_path = {0}, {0}
+    path = [(0, iter(after[0]))] if code else []
+    while path:
+        i, rest = path[-1]
+        for s in rest:
+            before.setdefault(s, []).append(i)
+            if s in on_path:
+                closing.append((i, s))
+            elif s not in seen:
+                seen.add(s)
+                on_path.add(s)
+                path.append((s, iter(after[s])))
+                break
+        else:
+            on_path.discard(i)
+            path.pop()
+
+    # A loop is its head and all from which the closing edge is reached without passing the head.
+    members: dict[int, set[int]] = {}
+    for tail, head in closing:
+        inside = members.setdefault(head, {head})
+        queue = [tail]
+        while queue:
+            i = queue.pop()
+            if i not in inside:
+                inside.add(i)
+                queue += before.get(i, [])
+
+    loops = []
+    for inside in members.values():
+        if len(inside) == 1:        # a branch to itself: the trap behind a kernel's end
+            continue
+        nested = set().union(*(other for other in members.values() if other < inside))
+        order = sorted(inside)
+        loops.append(Loop((code[order[0]].address, code[order[-1]].address),
+                          tuple(code[i] for i in order if i not in nested)))
+    return sorted(loops, key=lambda loop: loop.span)
+
+
+# NVIDIA
+
+_SASS_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
+_SASS_LABEL = re.compile(r"(\S+):\s*$")
+_SASS_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+
+
+def _parse_sass(listing: str) -> dict[str, Kernel]:
+    kernels = {}
+    for section in re.split(r"^\s*\.section\s+\.text\.", listing, flags=re.M)[1:]:
+        name = section[:section.index(",")]
+        lines, labels = [], {}
+        for line in section.splitlines():
+            if match := _SASS_LINE.match(line):
+                lines.append(match.groups(default=""))
+            elif match := _SASS_LABEL.match(line):
+                labels[match[1]] = len(lines)
+        while lines and lines[-1][2] == "NOP":
+            lines.pop()
+        code = []
+        for address, predicate, opcode, operands in lines:
+            label = re.search(r"`\(([^)]+)\)", operands)
+            target = labels.get(label[1]) if label else None
+            code.append(Instruction(int(address, 16), opcode, operands, predicate, target))
+        kernels[name] = Kernel(name, SASS, tuple(code))
+    return kernels
+
+
+def _sass_mnemonic(opcode: str) -> str:
+    """IMAD.WIDE.U32 is an IMAD, but IDP.4A and IMMA.16832 keep the modifier their MACs depend on."""
+    name, *modifiers = opcode.split(".")
+    if name == "IDP" and modifiers:
+        return f"IDP.{modifiers[0]}"
+    if name.endswith("MMA"):
+        shape = next((m for m in modifiers if re.fullmatch(r"\d+(x\d+x\d+)?", m)), None)
+        return f"{name}.{shape}" if shape else name
+    return name
+
+
+def _sass_macs(instructions: Iterable[Instruction]) -> int | None:
+    """MACs of a lane. Matrix instructions count before dot products and those before scalars: beside the wider
+    ones, the narrower scale and convert. Scalar multiplies and adds that nobody contracted count as pairs."""
+    count = Counter(_sass_mnemonic(i.opcode) for i in instructions if not _is_move(i))
+    matrix = sum(n * _sass_matrix_macs(mnemonic) for mnemonic, n in count.items())
+    dots = 4 * count["IDP.4A"] + 2 * count["IDP.2A"]
+    scalars = max(count["FFMA"] + 2 * count["FFMA2"], 2 * count["HFMA2"], count["DFMA"], count["IMAD"],
+                  min(count["FMUL"] + 2 * count["FMUL2"], count["FADD"] + 2 * count["FADD2"]))
+    return matrix or dots or scalars or None
+
+
+def _is_move(i: Instruction) -> bool:
+    """Multiply-adds that move a constant or compute an address: IMAD.MOV, IMAD.WIDE, an IMAD with a factor that
+    is no register, an HFMA2 of zeros."""
+    factors = [operand.strip().lstrip("-").split(".")[0] for operand in i.operands.split(",")[1:3]]
+    if i.opcode.startswith("IMAD"):
+        return i.opcode != "IMAD" or not all(re.fullmatch(r"R\d+", factor) for factor in factors)
+    return i.opcode.startswith("HFMA2") and "RZ" in factors
+
+
+def _sass_matrix_macs(mnemonic: str) -> int:
+    name, _, shape = mnemonic.partition(".")
+    if not name.endswith("MMA") or not shape:
+        return 0
+    if "x" in shape:                        # warpgroup of 128 lanes: IGMMA.64x128x32
+        m, n, k = map(int, shape.split("x"))
+        return m * n * k // 128
+    m, n, k = re.fullmatch(r"(16|8)(8)(\d+)", shape).groups()
+    return int(m) * int(n) * int(k) // 32
+
+
+def _sass_successors(index: int, i: Instruction) -> list[int]:
+    following, name = [index + 1], i.opcode.split(".")[0]
+    if i.opcode.startswith(("BRA.DIV", "BRA.CONV")):
+        return following                    # the way round for a diverged warp: out of line, and rare
+    if name in ("BRA", "JMP", "CALL") and i.target is not None:
+        conditional = i.predicate or "," in i.operands or name == "CALL"
+        return [i.target, *(following if conditional else [])]
+    if name in ("EXIT", "RET", "BRA", "BRX", "JMP", "JMX") and not i.predicate:
+        return []
+    return following
+
+
+SASS = Isa(arithmetic=re.compile(r"[FHD](FMA|MUL|ADD)|IMAD(?!\.MOV)|IDP|I2F|F2F|F2I|[A-Z]*MMA\."),
+           conversion=re.compile(r"I2F|F2F|F2I|I2I|I2IP"),
+           load=re.compile(r"LD(G|S|SM|L|GSTS|GMC)?(\.|$)"),
+           global_load=re.compile(r"LD(G|GSTS)?(\.|$)"), global_store=re.compile(r"STG?(\.|$)"),
+           mnemonic=_sass_mnemonic,
+           bits=lambda opcode: next((_SASS_BITS[m] for m in opcode.split(".") if m in _SASS_BITS), 32),
+           macs=_sass_macs, successors=_sass_successors)
+
+
+# AMD
+
+_AMD_BITS = {"ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16}
+
+
+def _parse_amdgcn(assembly: str, names: Iterable[str]) -> dict[str, Kernel]:
+    kernels = {}
+    for name in names:
+        body = re.search(rf"^{re.escape(name)}:.*?$(.*?)^\.Lfunc_end\d+:", assembly, re.M | re.S)[1]
+        lines, labels = [], {}
+        for line in body.splitlines():
+            line = line.partition(";")[0].strip()
+            if line.endswith(":"):
+                labels[line[:-1]] = len(lines)
+            elif re.match(r"[a-z]", line):
+                opcode, *operands = line.split(maxsplit=1)
+                lines.append((opcode, "".join(operands)))
+        kernels[name] = Kernel(name, AMDGCN, tuple(
+            Instruction(n, re.sub(r"_e(32|64)$", "", opcode), operands, "", labels.get(operands))
+            for n, (opcode, operands) in enumerate(lines)))
+    return kernels
+
+
+def _amd_macs(instructions: Iterable[Instruction]) -> int | None:
+    """MACs of a lane, by the rules of `_sass_macs`."""
+    opcodes = [i.opcode for i in instructions]
+
+    def count(pattern):
+        return sum(bool(re.match(pattern, opcode)) for opcode in opcodes)
+    matrix = sum(map(_amd_matrix_macs, opcodes))
+    dots = 8 * count("v_dot8") + 4 * count("v_dot4") + 2 * count("v_dot2")
+    floats = count("v_(fma|fmac|fmaak|fmamk|mac|mad|fma_mix)_f32") + 2 * count("v_pk_fma_f32")
+    integers = count("v_mad_[iu]32_[iu](24|16)")
+    float_pairs = min(count("v_mul_f32") + 2 * count("v_pk_mul_f32"),
+                      count("v_add_f32") + 2 * count("v_pk_add_f32"))
+    integer_pairs = min(count("v_mul_([iu]32_[iu]24|lo_u32)"), count("v_add_u32") + 2 * count("v_add3_u32"))
+    scalars = max(floats, 2 * count("v_pk_fma_f16"), integers, float_pairs, integer_pairs)
+    return matrix or dots or scalars or None
+
+
+def _amd_matrix_macs(opcode: str) -> int:
+    shape = re.match(r"v_s?mfmac?_(?:scale_)?[a-z]+\d+_(\d+)x(\d+)x(\d+)_?(?:(\d+)b_)?", opcode)
+    if not shape:
+        return 0
+    m, n, k, blocks = (int(part or 1) for part in shape.groups())
+    return m * n * k * blocks // 64
+
+
+def _amd_bits(opcode: str) -> int:
+    if words := re.search(r"(?:dword|b32|b64|b96|b128)(?:x(\d+))?", opcode):
+        return 32 * int(words[1] or 1)
+    return next((bits for word, bits in _AMD_BITS.items() if f"_{word}" in opcode), 32)
+
+
+def _amd_successors(index: int, i: Instruction) -> list[int]:
+    if i.opcode in ("s_endpgm", "s_setpc_b64"):
+        return []
+    if i.opcode == "s_branch":
+        return [i.target]
+    return [index + 1] + ([i.target] if i.opcode.startswith("s_cbranch") else [])
+
+
+AMDGCN = Isa(arithmetic=re.compile(r"v_(pk_)?(fma|mac|mad|mul|add|dot|mfma|smfmac|cvt)"),
+             conversion=re.compile(r"v_cvt_"),
+             load=re.compile(r"(global|flat|buffer|scratch|s)_(buffer_)?load|ds_(read|load)"),
+             global_load=re.compile(r"(global|flat|buffer)_load"),
+             global_store=re.compile(r"(global|flat|buffer)_store"),
+             mnemonic=lambda opcode: opcode, bits=_amd_bits, macs=_amd_macs, successors=_amd_successors)
+
+
+# --------------------------------------------------------------------------------------------------- evidence
+
+@dataclass(frozen=True)
+class PerMac:
+    """A hot loop's instructions for each MAC. macs: MACs a lane in one trip, by which all else is divided.
+    opcodes: by mnemonic. loads: from global, shared and local memory, of any width. conversions: between
+    integers and floats, or between floats."""
+
+    macs: int
+    opcodes: dict[str, float]
+    instructions: float
+    loads: float
+    conversions: float
+
+
+def per_mac(kernel: Kernel, macs_per_iteration: int | None = None) -> PerMac | None:
+    """Instructions per MAC in the hot loop, or in the whole kernel where it has no loop, or none with MACs.
+
+    macs_per_iteration: MACs of one lane in one trip, as compiled (so times the unrolling); None derives them
+    from the instructions (FFMA 1, IDP.4A 4, IMMA.16832 128, a FMUL with a FADD 1, ...).
+    Returns None where there is nothing to derive them from. Raises ValueError for a number below 1.
+    """
+    if macs_per_iteration is not None and macs_per_iteration < 1:
+        raise ValueError(f"macs_per_iteration is {macs_per_iteration}; expected at least 1")
+    isa = kernel.isa
+    body = kernel.hot_loop.instructions if kernel.hot_loop else kernel.instructions
+    if macs_per_iteration is None and isa.macs(body) is None:
+        body = kernel.instructions
+    macs = macs_per_iteration or isa.macs(body)
+    if macs is None:
+        return None
+
+    def share(pattern):
+        return sum(bool(pattern.match(i.opcode)) for i in body) / macs
+    return PerMac(macs, {name: n / macs for name, n in kernel.count(body).most_common()}, len(body) / macs,
+                  share(isa.load), share(isa.conversion))
+
+
+def evidence(source: Source, names: Iterable[str] | None = None,
+             extra_options: Iterable[str] = ()) -> list[dict]:
+    """What the machine code of each kernel of `source` shows on each target, one JSON-ready row a pair.
+
+    names: targets such as "sm_90a" and "gfx942"; None takes all that this machine can compile for.
+    extra_options: for the compilers of all targets named.
+    A row: source, defines, target, compiler, kernel; its resources (see `resources` and `compile_hip`);
+    instructions, loops, global_loads and global_stores (accesses by width in bits) of the whole kernel;
+    hot_loop_instructions (None without a loop); macs, instructions_per_mac, loads_per_mac and
+    conversions_per_mac (None where no MACs can be told); opcodes, the mnemonics counted in the hot loop or,
+    without one, in the kernel.
+    Raises CompileError, BackendUnavailable, and ValueError for an unknown target.
+    """
+    names = [name for name, reason in targets().items() if reason is None] if names is None else list(names)
+    for name in names:
+        if not re.match(r"sm_\d|gfx\d", name):
+            raise ValueError(f"no target {name!r}; there are {', '.join(targets())}")
+
+    def rows(target: str) -> list[dict]:
+        if target.startswith("sm_"):
+            compiled = compile_cuda(source, target.removeprefix("sm_"), extra_options)
+        else:
+            compiled = compile_hip(source, target, extra_options)
+        return [_row(source, compiled, name) for name in compiled.resources]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [row for found in pool.map(rows, names) for row in found]
+
+
+def _row(source: Source, compiled: CodeObject, name: str) -> dict:
+    kernel = compiled.kernels[name]
+    each = per_mac(kernel)
+    body = kernel.hot_loop.instructions if kernel.hot_loop else kernel.instructions
+    return {"source": source.path, "defines": dict(source.defines), "target": compiled.target,
+            "compiler": compiled.compiler, "kernel": name, **compiled.resources[name],
+            "instructions": len(kernel.instructions), "loops": len(kernel.loops),
+            "global_loads": {str(bits): n for bits, n in kernel.global_loads.items()},
+            "global_stores": {str(bits): n for bits, n in kernel.global_stores.items()},
+            "hot_loop_instructions": len(kernel.hot_loop.instructions) if kernel.hot_loop else None,
+            "macs": each and each.macs, "instructions_per_mac": each and each.instructions,
+            "loads_per_mac": each and each.loads, "conversions_per_mac": each and each.conversions,
+            "opcodes": dict(kernel.count(body).most_common())}
+
+
+def table(sources: Iterable[Source], names: Iterable[str] | None = None) -> str:
+    """`evidence` of several sources as a Markdown table. Raises what `evidence` raises."""
+    head = ("kernel", "target", "registers", "spill B", "shared B", "global loads", "loop", "MAC",
+            "instr/MAC", "loads/MAC", "conv/MAC", "most frequent in the loop")
+    names = None if names is None else list(names)
+
+    def number(value):
+        return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for source in sources:
+        for row in evidence(source, names):
+            kernel = " ".join([row["kernel"], *(f"{name}={value}" for name, value in row["defines"].items())])
+            widths = ", ".join(f"{n} x {bits}" for bits, n in row["global_loads"].items())
+            frequent = ", ".join(f"{n} {opcode}" for opcode, n in list(row["opcodes"].items())[:4])
+            cells = (kernel, row["target"], row["registers"], row["spill_bytes"], row["shared_bytes"], widths,
+                     row["hot_loop_instructions"], row["macs"], row["instructions_per_mac"],
+                     row["loads_per_mac"], row["conversions_per_mac"], frequent)
+            lines.append("| " + " | ".join(map(number, cells)) + " |")
+    return "\n".join(lines) + "\n"
