@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(512) copy_bytes(const uint4 *__rest
   for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += kInFlight * threads) {
     uint4 v[kInFlight];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) if (i + j * threads < n) v[j] = in[i + j * threads];
+    for (int j = 0; j < kInFlight; ++j) v[j] = i + j * threads < n ? in[i + j * threads] : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) if (i + j * threads < n) out[i + j * threads] = v[j];
   }

@@ -264,7 +264,7 @@ template <const fragments::Operand &operand> struct Layout {
 // Products of bf16 are added up in double and rounded once; a GPU may round differently in the last place.
 template <const fragments::Instruction &instruction, class TA, class TB, class TD, class Register>
 void multiply(TD *d, const Register *a, const Register *b, Place place) {
-  constexpr int M = instruction.M, N = instruction.N, K = instruction.K;
+  static constexpr int M = instruction.M, N = instruction.N, K = instruction.K;
   static constexpr Layout<instruction.A> layout_a;
   static constexpr Layout<instruction.B> layout_b;
   static constexpr Layout<instruction.D> layout_d;

@@ -26,7 +26,7 @@
 
 namespace sim {
 
-constinit thread_local Here here;
+constinit thread_local Here here = {};
 
 namespace {
 
@@ -142,26 +142,33 @@ class Stacks {
   size_t count_ = 0;
 };
 
-// A kernel module's thread-local storage holds its `__shared__` variables and nothing else.
-struct StaticShared {
-  size_t module = 0, size = 0;
-
-  explicit StaticShared(const void *code) {
-    struct Search { uintptr_t code; StaticShared *found; } search = {reinterpret_cast<uintptr_t>(code), this};
-    dl_iterate_phdr([](dl_phdr_info *info, size_t, void *data) {
-      auto [code, found] = *static_cast<Search *>(data);
-      bool here = false;
-      size_t size = 0;
-      for (int i = 0; i < info->dlpi_phnum; ++i) {
-        const auto &segment = info->dlpi_phdr[i];
-        if (segment.p_type == PT_LOAD) here |= code - info->dlpi_addr - segment.p_vaddr < segment.p_memsz;
-        if (segment.p_type == PT_TLS) size = segment.p_memsz;
-      }
-      if (here && size) found->module = info->dlpi_tls_modid, found->size = size;
-      return int(here);
-    }, &search);
+// The shared object that a kernel's code lies in. Its thread-local storage holds the kernels' `__shared__` variables
+// and nothing else.
+class Module {
+ public:
+  explicit Module(const void *code) : code_(reinterpret_cast<uint64_t>(code)) {
+    dl_iterate_phdr([](dl_phdr_info *info, size_t, void *self) { return int(static_cast<Module *>(self)->read(*info)); },
+                    this);
   }
-  void poison() const;
+  // Offset of an instruction within the object's file, 0 where it lies in another object.
+  uint64_t offset(uint64_t code) const { return code - start_ < size_ ? code - base_ : 0; }
+  void poison_static_shared() const;
+
+ private:
+  bool read(const dl_phdr_info &info) {
+    bool found = false;
+    for (const auto *s = info.dlpi_phdr; s < info.dlpi_phdr + info.dlpi_phnum; ++s) {
+      const uint64_t start = info.dlpi_addr + s->p_vaddr;
+      if (s->p_type == PT_LOAD && code_ - start < s->p_memsz) start_ = start, size_ = s->p_memsz, found = true;
+      if (s->p_type == PT_TLS) tls_size_ = s->p_memsz;
+    }
+    base_ = info.dlpi_addr;
+    tls_module_ = info.dlpi_tls_modid;
+    if (!found) tls_size_ = 0;
+    return found;
+  }
+  uint64_t code_, base_ = 0, start_ = 0, size_ = 0;
+  size_t tls_module_ = 0, tls_size_ = 0;
 };
 
 }  // namespace
@@ -173,9 +180,9 @@ extern "C" void *__tls_get_addr(size_t module_and_offset[2]);
 namespace sim {
 namespace {
 
-void StaticShared::poison() const {
-  size_t start[2] = {module, 0};
-  if (size) memset(__tls_get_addr(start), 0xFF, size);
+void Module::poison_static_shared() const {
+  size_t start[2] = {tls_module_, 0};
+  if (tls_size_) memset(__tls_get_addr(start), 0xFF, tls_size_);
 }
 
 // Random numbers (SplitMix64) for the order of lanes, waves and blocks.
@@ -205,16 +212,21 @@ struct Launch {
 
 struct Fault {
   enum Kind : int { None, Message, Access } kind;
-  int line;
+  int line;              // 0: not known
+  int in_block;          // 1: `block` holds, 2: `thread` too
   uint3 block, thread;
-  uint64_t address;  // Access: of the memory
-  uint64_t code;     // of the instruction that faulted, where the place is not known
+  uint64_t address;      // Access: of the memory
+  uint64_t code;         // offset in the module of the instruction that faulted; 0: not known
   char file[256], text[1024];
 };
 
 namespace {
 
 // ---- a block and its threads ----
+
+bool same(const Place &a, const Place &b) {  // a module is one translation unit: one copy of each file's name
+  return a.line() == b.line() && a.column() == b.column() && a.file_name() == b.file_name();
+}
 
 enum class State : uint8_t { New, Ready, AtCollective, AtBarrier, Ended };
 
@@ -232,8 +244,7 @@ struct Thread {
 
   bool waits_with(const Thread &other) const {
     return state == State::AtCollective && operation == other.operation && mask == other.mask
-        && place.line() == other.place.line() && place.column() == other.place.column()
-        && !strcmp(place.file_name(), other.place.file_name());
+        && same(place, other.place);
   }
 };
 
@@ -262,11 +273,11 @@ class Block {
   }
 
   // Runs one block from start to end; false after a fault.
-  bool run(uint3 index, Random *random, const StaticShared &static_shared) {
+  bool run(uint3 index, Random *random, const Module &module) {
     here.blockIdx = index;
     random_ = random;
     fault_.kind = Fault::None;
-    static_shared.poison();
+    module.poison_static_shared();
     shared_.poison();
     for (Thread &t : threads_) t.state = State::New;
 
@@ -319,8 +330,9 @@ class Block {
     fault_ = {};
     fault_.kind = Fault::Message;
     fault_.line = line;
+    fault_.in_block = running_ ? 2 : 1;
     fault_.block = here.blockIdx;
-    fault_.thread = running_ ? running_->index : uint3{};
+    if (running_) fault_.thread = running_->index;
     snprintf(fault_.file, sizeof fault_.file, "%s", file ? file : "");
     vsnprintf(fault_.text, sizeof fault_.text, format, values);
   }
@@ -381,7 +393,7 @@ class Block {
       for (int j = 0; j < size; ++j)
         if ((t.mask >> j & 1) && !wave[j].waits_with(t)) {
           running_ = &t;
-          report_at(t.place, "%s with mask 0x%" PRIx64 ": lane %d waits, but lane %d of the mask %s", t.name, t.mask, i, j,
+          report_at(t.place, "lane %d waits at %s, but lane %d of its mask %s %s", i, t.name, j, hex(t.mask).c_str(),
                     whereabouts(wave[j]).c_str());
           running_ = nullptr;
           return false;
@@ -395,10 +407,7 @@ class Block {
     auto waiting = std::find_if(threads_.begin(), threads_.end(), [](const Thread &t) { return t.state == State::AtBarrier; });
     more = waiting != threads_.end();
     if (!more) return true;
-    auto together = [&](const Thread &t) {
-      return t.state == State::AtBarrier && t.place.line() == waiting->place.line()
-          && t.place.column() == waiting->place.column() && !strcmp(t.place.file_name(), waiting->place.file_name());
-    };
+    auto together = [&](const Thread &t) { return t.state == State::AtBarrier && same(t.place, waiting->place); };
     auto missing = std::find_if_not(threads_.begin(), threads_.end(), together);
     if (missing != threads_.end()) {
       const auto count = std::count_if(threads_.begin(), threads_.end(), together);
@@ -414,8 +423,15 @@ class Block {
 
   static std::string whereabouts(const Thread &t) {
     if (t.state == State::Ended) return "has ended";
-    return "waits at " + std::string(t.state == State::AtBarrier ? "__syncthreads" : t.name) + " in line "
-           + std::to_string(t.place.line());
+    const std::string line = " in line " + std::to_string(t.place.line());
+    if (t.state == State::AtBarrier) return "waits at __syncthreads" + line;
+    return "waits at " + std::string(t.name) + line + " with mask " + hex(t.mask);
+  }
+
+  static std::string hex(uint64_t mask) {
+    char text[24];
+    snprintf(text, sizeof text, "0x%" PRIx64, mask & here.wave_mask);
+    return text;
   }
 
   void report_at(Place place, const char *format, ...) __attribute__((format(printf, 3, 4))) {
@@ -475,7 +491,7 @@ Context begin(char *stack_end, void (*function)()) {
 void collective(const char *name, Operation operation, void *operands, uint64_t mask, Place place) {
   Thread &t = block->running();
   if (!(mask >> t.lane & 1))
-    fault(place, "%s: lane %d is not in its own mask 0x%" PRIx64, name, t.lane, mask);
+    fault(place, "%s: lane %d is not in its own mask 0x%" PRIx64, name, t.lane, mask & here.wave_mask);
   t.state = State::AtCollective;
   t.name = name;
   t.operation = operation;
@@ -660,24 +676,32 @@ extern "C" void sim_launch(const Kernel *kernel, const Launch *launch, void *con
   const dim3 grid = launch->grid;
   const uint64_t count = uint64_t(grid.x) * grid.y * grid.z;
   const BlockOrder order(count, launch->order);
-  const StaticShared static_shared(reinterpret_cast<const void *>(kernel->call));
+  const Module module(reinterpret_cast<const void *>(kernel->call));
   std::atomic<uint64_t> next = 0;
   std::atomic<bool> failed = false;
   *result = {};
 
+  auto fail = [&](const char *text) {
+    result->kind = Fault::Message;
+    snprintf(result->text, sizeof result->text, "%s", text);
+  };
   auto work = [&](Block &mine) {
     block = &mine;
     stack_t signal_stack = {};
     signal_stack.ss_sp = mine.signal_stack.get();
     signal_stack.ss_size = Block::signal_stack_size;
     sigaltstack(&signal_stack, nullptr);
-    mine.prepare(*launch, *kernel, arguments);
+    try {
+      mine.prepare(*launch, *kernel, arguments);
+    } catch (const std::bad_alloc &) {
+      if (!failed.exchange(true)) fail("no memory for the stacks and the shared memory of a block");
+    }
     for (uint64_t i; !failed && (i = next++) < count;) {
       const uint64_t number = order[i] % count;
       const uint3 index = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y),
                            unsigned(number / grid.x / grid.y)};
       Random random{launch->order + (number << 32)};
-      if (!mine.run(index, launch->order ? &random : nullptr, static_shared) && !failed.exchange(true))
+      if (!mine.run(index, launch->order ? &random : nullptr, module) && !failed.exchange(true))
         *result = mine.fault();
     }
     signal_stack.ss_flags = SS_DISABLE;
@@ -693,13 +717,11 @@ extern "C" void sim_launch(const Kernel *kernel, const Launch *launch, void *con
       blocks.push_back(pool.take());
       threads.emplace_back(work, std::ref(*blocks.back()));
     }
-  } catch (const std::system_error &error) {  // fewer threads do as well, none does not
-    if (threads.empty()) {
-      result->kind = Fault::Message;
-      snprintf(result->text, sizeof result->text, "cannot start a thread: %s", error.what());
-    }
+  } catch (const std::system_error &) {  // fewer threads do as well, none does not
+    if (threads.empty()) fail("the system refuses another thread");
   }
   for (auto &thread : threads) thread.join();
+  result->code = module.offset(result->code);
   for (auto &b : blocks) pool.give(std::move(b));
 }
 

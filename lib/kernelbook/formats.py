@@ -112,8 +112,8 @@ class Strips:
         return self
 
     def dequantize(self, dtype=np.float32) -> np.ndarray:
-        """The weight [n, k], each value one product code * scale in `dtype`. Scales that came from float16
-        (all that this module makes) lose nothing in float32: 8 bits times 11 bits fit its 24."""
+        """The weight [n, k], each value one product code * scale in `dtype`. Scales that float16 holds, as
+        those of `quantize` and of blocks, make float32 products exact: 8 bits times 11 bits fit its 24."""
         w = np.empty((self.n, self.k), dtype)
         for line in _lines(self.n):
             scales = np.repeat(self.scales[:, line], self.group, axis=0)[:self.k]
@@ -127,9 +127,11 @@ def padded(n: int) -> int:
 
 
 def pack(codes: np.ndarray, scales: np.ndarray, group: int, precision: str) -> Strips:
-    """Checked strips of integer codes [N, K] and scales [N, groups], both by row of the weight.
+    """Checked strips of integer codes [N, K] and scales [N, groups], both by row of the weight; scales are
+    stored as float32.
 
-    Raises what `Strips.check` raises, and ValueError for codes that int8 does not hold.
+    Raises what `Strips.check` raises, codes out of range being named by row; TypeError for codes that are no
+    integers.
     """
     codes, scales = np.asarray(codes), np.asarray(scales)
     if codes.ndim != 2 or scales.ndim != 2 or len(codes) != len(scales):
@@ -224,12 +226,10 @@ def quantize_activations(x: np.ndarray, group: int = BLOCK) -> tuple[np.ndarray,
     m, k = x.shape
     grouped = _in_groups(x, group)
     scales = np.abs(grouped).max(axis=-1) / np.float32(127)
-    divisor = np.where(scales == 0, np.float32(1), scales)[..., None]
-    # Only a denormal scale, rounded to a few bits itself, can take a code beyond 127.
-    codes = np.rint(grouped / divisor).clip(-127, 127).astype(np.int8)
-    # Maxima too small for any float32 scale leave scale 0, and codes that must not count.
-    codes[scales == 0] = 0
-    return np.ascontiguousarray(codes.reshape(m, -1)[:, :k]), scales
+    step = np.where(scales == 0, np.float32(1), scales)[..., None]  # values this small round to code 0
+    # Only a denormal scale, rounded to a few bits itself, could take a code beyond 127.
+    codes = np.rint(grouped / step).clip(-127, 127).astype(np.int8)
+    return np.ascontiguousarray(codes.reshape(m, scales.shape[1] * group)[:, :k]), scales
 
 
 def _round_q8_0(w):

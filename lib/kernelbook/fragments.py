@@ -5,7 +5,7 @@ element's index within its lane. The maps are written that way, least significan
 reads bit 0 from lane bit 2, ..., bit 3 from element bit 2. Pure data: the simulator's instructions (through
 `header`), the packing of operands and the figures all derive from it.
 
-A is M x K, B is K x N, D is M x N. An element is a byte for int8 operands, 16 bits for bf16, 32 for accumulators.
+A is M x K, B is K x N, D is M x N. An element is a byte of an int8 operand, 16 bits of a bf16 one, 32 of D.
 """
 
 from dataclasses import dataclass, field
@@ -17,15 +17,14 @@ import numpy as np
 class Operand:
     """Where one operand of a matrix instruction lies.
 
-    row, column: source bits, least significant first, "lB" for bit B of the lane, "eB" for bit B of the element.
-    dtype: NumPy dtype of an element; bf16 is held as uint16 codes.
+    row, column: source bits, least significant first: "l2" is bit 2 of the lane, "e2" bit 2 of the element.
+    dtype: NumPy dtype of an element; bf16 is held as its 16 bits in uint16.
     Raises ValueError where the bits are not each named exactly once.
     """
 
     row: str
     column: str
     dtype: type
-    bf16: bool = False
     lanes: int = field(init=False)
     elements: int = field(init=False)  # in each lane
 
@@ -33,7 +32,8 @@ class Operand:
         bits = self.row.split() + self.column.split()
         counts = {kind: sum(bit[0] == kind for bit in bits) for kind in "le"}
         if sorted(bits) != sorted(f"{kind}{b}" for kind, n in counts.items() for b in range(n)):
-            raise ValueError(f"not a permutation of lane and element bits: row {self.row!r}, column {self.column!r}")
+            raise ValueError("not a permutation of lane and element bits: "
+                             f"row {self.row!r}, column {self.column!r}")
         object.__setattr__(self, "lanes", 1 << counts["l"])
         object.__setattr__(self, "elements", 1 << counts["e"])
 
@@ -60,7 +60,8 @@ class Operand:
         """Fragments [lanes, elements] of a matrix of `shape`; `.view(np.uint32)` makes registers of them."""
         matrix = np.asarray(matrix, self.dtype)
         if matrix.shape != self.shape:
-            raise ValueError(f"operand is {self.shape[0]} x {self.shape[1]}, got an array of shape {matrix.shape}")
+            raise ValueError(f"operand is {self.shape[0]} x {self.shape[1]}, "
+                             f"got an array of shape {matrix.shape}")
         return matrix[self.place(np.arange(self.lanes)[:, None], np.arange(self.elements))]
 
     def unpack(self, fragments):
@@ -89,7 +90,8 @@ class Instruction:
     def __post_init__(self):
         if not (self.A.shape == (self.M, self.K) and self.B.shape == (self.K, self.N)
                 and self.A.lanes == self.B.lanes == self.D.lanes):
-            raise ValueError(f"{self.name}: operands of {self.A.shape}, {self.B.shape}, {self.D.shape} do not fit")
+            raise ValueError(f"{self.name}: A of {self.A.shape}, B of {self.B.shape} and D of {self.D.shape} "
+                             "do not fit")
 
     @property
     def M(self) -> int:
@@ -120,10 +122,10 @@ INSTRUCTIONS = {i.name: i for i in (
     _mma_m16n8k32("mma_m16n8k32_s8", np.int8, "s8"),
     _mma_m16n8k32("mma_m16n8k32_u8s8", np.uint8, "u8"),
     Instruction("mma_m16n8k16_bf16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
-                A=Operand("l2 l3 l4 e1", "e0 l0 l1 e2", np.uint16, bf16=True),
-                B=Operand("e0 l0 l1 e1", "l2 l3 l4", np.uint16, bf16=True),
+                A=Operand("l2 l3 l4 e1", "e0 l0 l1 e2", np.uint16),
+                B=Operand("e0 l0 l1 e1", "l2 l3 l4", np.uint16),
                 D=Operand("l2 l3 l4 e1", "e0 l0 l1", np.float32)),
-    # CDNA3: a lane holds eight neighbouring k of one row of A and one column of B; four rows of one column of D.
+    # CDNA3: a lane holds eight neighbouring k of one row of A and of one column of B, and four rows of D.
     Instruction("mfma_i32_16x16x32_i8", "v_mfma_i32_16x16x32_i8",
                 A=Operand("l0 l1 l2 l3", "e0 e1 e2 l4 l5", np.int8),
                 B=Operand("e0 e1 e2 l4 l5", "l0 l1 l2 l3", np.int8),
@@ -134,8 +136,8 @@ INSTRUCTIONS = {i.name: i for i in (
                 B=Operand("e0 e1 e2 l4 l5", "l0 l1 l2 l3", np.int8),
                 D=Operand("l0 l1 l2 l3", "l4 l5 e0 e1", np.int32)),
     Instruction("mfma_f32_16x16x16_bf16", "v_mfma_f32_16x16x16_bf16",
-                A=Operand("l0 l1 l2 l3", "e0 e1 l4 l5", np.uint16, bf16=True),
-                B=Operand("e0 e1 l4 l5", "l0 l1 l2 l3", np.uint16, bf16=True),
+                A=Operand("l0 l1 l2 l3", "e0 e1 l4 l5", np.uint16),
+                B=Operand("e0 e1 l4 l5", "l0 l1 l2 l3", np.uint16),
                 D=Operand("e0 e1 l4 l5", "l0 l1 l2 l3", np.float32)),
 )}
 
@@ -144,31 +146,36 @@ _HEADER = """\
 // Lane maps of matrix instructions, generated from the table in kernelbook/fragments.py.
 #pragma once
 namespace fragments {
-// An operand's rows, columns and elements a lane; source bits of the row and the column, least significant first:
-// s is bit s of the lane, 8 + s is bit s of the element's index within the lane, -1 ends the list.
+// An operand's rows, columns and elements in each lane, and where the bits of its row and column come from, least
+// significant first: s is bit s of the lane, 8 + s is bit s of the element's index in the lane, -1 ends the list.
 struct Operand { int rows, columns, elements; signed char row[6], column[6]; };
 struct Instruction { const char *name; int lanes, M, N, K; Operand A, B, D; };
 
 __host__ __device__ constexpr int gather(const signed char *source, int lane, int element) {
   int index = 0;
-  for (int i = 0; source[i] >= 0; ++i) index |= ((source[i] < 8 ? lane >> source[i] : element >> (source[i] - 8)) & 1) << i;
+  for (int i = 0; source[i] >= 0; ++i)
+    index |= ((source[i] < 8 ? lane >> source[i] : element >> (source[i] - 8)) & 1) << i;
   return index;
 }
-__host__ __device__ constexpr int row(const Operand &o, int lane, int element) { return gather(o.row, lane, element); }
-__host__ __device__ constexpr int column(const Operand &o, int lane, int element) { return gather(o.column, lane, element); }
+__host__ __device__ constexpr int row(const Operand &o, int lane, int element) {
+  return gather(o.row, lane, element);
+}
+__host__ __device__ constexpr int column(const Operand &o, int lane, int element) {
+  return gather(o.column, lane, element);
+}
 
 """
 
 
 def header() -> str:
-    """Text of `fragments.h`: every map as a constexpr `fragments::<instruction>`, with `row` and `column`."""
-    def source(bits):
-        return "{" + ", ".join([str(int(bit[1:]) + 8 * (bit[0] == "e")) for bit in bits.split()] + ["-1"]) + "}"
+    """Text of `fragments.h`: every map as a constexpr `fragments::NAME`, and the functions `row` and `column`."""
+    def bits(names):
+        return ", ".join(str(int(name[1:]) + 8 * (name[0] == "e")) for name in names.split())
 
     def operand(o):
-        return "{%d, %d, %d, %s, %s}" % (*o.shape, o.elements, source(o.row), source(o.column))
+        return f"{{{o.shape[0]}, {o.shape[1]}, {o.elements}, {{{bits(o.row)}, -1}}, {{{bits(o.column)}, -1}}}}"
 
-    lines = [f'constexpr Instruction {i.name} = {{"{i.name}", {i.lanes}, {i.M}, {i.N}, {i.K},\n'
-             f"    {operand(i.A)},\n    {operand(i.B)},\n    {operand(i.D)}}};\n"
-             for i in INSTRUCTIONS.values()]
-    return _HEADER + "".join(lines) + "}  // namespace fragments\n"
+    instructions = [f'constexpr Instruction {i.name} = {{"{i.name}", {i.lanes}, {i.M}, {i.N}, {i.K},\n'
+                    f"    {operand(i.A)},\n    {operand(i.B)},\n    {operand(i.D)}}};\n"
+                    for i in INSTRUCTIONS.values()]
+    return _HEADER + "".join(instructions) + "}  // namespace fragments\n"

@@ -7,7 +7,7 @@ them. Times are medians with the 10th and 90th percentile and the number of samp
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,72 +41,84 @@ def rotation(nbytes: int, l2_bytes: int) -> int:
     return max(2, math.ceil(COLD_L2_MULTIPLE * l2_bytes / nbytes))
 
 
-def device_times(contenders: dict[str, Sequence[Callable]], *, rounds: int = 20,
-                 calls_per_sample: int = 20) -> dict[str, Timing]:
+def device_times(contenders: dict[str, Sequence[Callable]], *, rounds: int = 20, sample_us: float = 1000.0,
+                 budget_s: float = 2.0) -> dict[str, Timing]:
     """In-graph times of several contenders, interleaved.
 
     contenders: name to the calls gone through in turn; each only launches work on the current stream and allocates
     nothing after its first run. Many calls over different copies of an input measure cold, one call measures warm.
-    A sample is one replay of a graph of at least `calls_per_sample` calls (and every call at least once), divided by
-    their number.
+    A sample is one replay of a graph that goes through the calls at least once, and as often as about `sample_us`
+    microseconds hold, divided by the number of calls. There are `rounds` samples of each contender, fewer (not below
+    7) where they would take more than `budget_s` seconds together.
     """
     import cupy
-    graphs = {}
-    for name, calls in contenders.items():
-        repeats = math.ceil(calls_per_sample / len(calls))
-        graphs[name] = (_Graph(list(calls) * repeats), len(calls) * repeats)
-    events = {name: [] for name in graphs}
-    for round_ in range(rounds + 2):
-        for name, (graph, _) in graphs.items():
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(graph.stream)
-            graph.replay()
-            end.record(graph.stream)
-            end.synchronize()
-            if round_ >= 2:  # the first replays upload the graph and wake the clocks
-                events[name].append((start, end))
-    return {name: Timing.of([cupy.cuda.get_elapsed_time(*pair) * 1e3 / graphs[name][1] for pair in pairs])
-            for name, pairs in events.items()}
+    graphs = {name: _Graph(list(calls), sample_us) for name, calls in contenders.items()}
+    samples: dict = {name: [] for name in graphs}
+    for name in graphs:
+        graphs[name].sample()  # the first replay uploads the graph
+    begin = time.perf_counter()
+    for round_ in range(rounds):
+        for name, graph in graphs.items():
+            samples[name].append(graph.sample())
+        if round_ >= 6 and time.perf_counter() - begin > budget_s:
+            break
+    cupy.cuda.Device().synchronize()
+    return {name: Timing.of(s) for name, s in samples.items()}
 
 
 class _Graph:
     """Calls captured once, on a stream that CuPy and (where it has CUDA) PyTorch both take for the current one."""
 
-    def __init__(self, calls: list[Callable]):
+    def __init__(self, calls: list[Callable], sample_us: float):
         import cupy
         import torch
-        with ExitStack() as stack:
-            if torch.cuda.is_available():
-                torch_stream = torch.cuda.Stream()
-                self.stream = cupy.cuda.ExternalStream(torch_stream.cuda_stream)
-                stack.enter_context(torch.cuda.stream(torch_stream))
-            else:
-                self.stream = cupy.cuda.Stream(non_blocking=True)
-            stack.enter_context(self.stream)
-            for call in calls:  # compile and allocate outside the capture
+        self._torch_stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream = (cupy.cuda.ExternalStream(self._torch_stream.cuda_stream) if self._torch_stream
+                        else cupy.cuda.Stream(non_blocking=True))
+        self._events = cupy.cuda.Event(), cupy.cuda.Event()
+
+        def run(times: int = 1):
+            for call in calls * times:
                 call()
-            self.stream.synchronize()
-            if torch.cuda.is_available():
-                self._keep = torch_stream
+
+        with self._current():
+            run()  # compiles and allocates what the capture must not
+            one_pass = self._elapsed(run)
+            repeats = max(1, math.ceil(sample_us / one_pass))
+            self.calls = repeats * len(calls)
+            if self._torch_stream:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=torch_stream):
-                    for call in calls:
-                        call()
+                with torch.cuda.graph(graph, stream=self._torch_stream):
+                    run(repeats)
                 self._replay = graph.replay
             else:
-                self.stream.begin_capture()
-                for call in calls:
-                    call()
-                self._replay = self.stream.end_capture().launch
+                self._stream.begin_capture()
+                run(repeats)
+                self._replay = self._stream.end_capture().launch
 
-    def replay(self):
-        with self.stream:
-            import torch
-            if torch.cuda.is_available():
-                with torch.cuda.stream(self._keep):
-                    self._replay()
-            else:
-                self._replay()
+    @contextmanager
+    def _current(self):
+        import torch
+        with ExitStack() as stack:
+            if self._torch_stream:
+                stack.enter_context(torch.cuda.stream(self._torch_stream))
+            stack.enter_context(self._stream)
+            yield
+
+    def _elapsed(self, work: Callable) -> float:
+        """Microseconds between events around `work`."""
+        import cupy
+        start, end = self._events
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return cupy.cuda.get_elapsed_time(start, end) * 1e3
+
+    def sample(self) -> float:
+        """Microseconds a call, of one replay."""
+        with self._current():
+            return self._elapsed(self._replay) / self.calls
 
 
 def host_times(contenders: dict[str, Callable], *, rounds: int = 30, warmup: int = 3,
@@ -162,7 +174,7 @@ def memory_ceilings(backend: Backend, nbytes: int = 1 << 30) -> list[Ceiling]:
     times = device_times({
         "read": [lambda x=x: read(grid, block, [x, out, count]) for x in a],
         "copy": [lambda: copy(grid, block, [a[0], a[1], count])],
-    }, calls_per_sample=4)
+    })
     how = f"own kernel, {nbytes >> 20} MiB, in a graph"
     return [_rate("read", "GB/s", nbytes, times["read"], how),
             _rate("copy", "GB/s", 2 * nbytes, times["copy"], how + ", bytes read plus bytes written")]
@@ -184,7 +196,7 @@ def matmul_ceilings(size: int = 8192) -> list[Ceiling]:
         f8 = [x.to(torch.float8_e4m3fn) for x in (a, b)]
         one = torch.ones((), device="cuda")
         calls["fp8"] = lambda: torch._scaled_mm(f8[0], f8[1].T, one, one, out_dtype=torch.bfloat16)
-    times = device_times({name: [call] for name, call in calls.items()}, calls_per_sample=5)
+    times = device_times({name: [call] for name, call in calls.items()})
     how = f"torch, {size} x {size} x {size}, random data, in a graph"
     return [_rate(f"{name}_matmul", "TFLOP/s", 2 * size**3, t, how) for name, t in times.items()]
 

@@ -208,7 +208,7 @@ class Model:
 
     def activations(self, tokens: Sequence[int], layers: Iterable[int]) -> dict[str, np.ndarray]:
         """What every projection of the chosen layers, and lm_head, multiplies its weight with on `tokens`:
-        the weight's name in the file to float32 [T, K]. Projections that share an input share the array.
+        the weight's name in the file to float32 [T, K]. Projections that share an input share its memory.
 
         Raises ValueError for a layer that the model does not have.
         """
@@ -243,7 +243,7 @@ def _rotate(x, turns):
 
 @cache
 def load() -> Model:
-    """The model, read once a process (about 3 s, 0.6 GB).
+    """The model, read once a process (about 4 s, 0.6 GB).
 
     Raises ModelMissing as `path` does.
     """

@@ -66,8 +66,7 @@ def ulp_difference(a, b) -> tuple[int, np.ndarray]:
         raise TypeError(f"ulp_difference takes float32 arrays, not {a.dtype} and {b.dtype}")
     if a.shape != b.shape:
         raise ValueError(f"a has shape {a.shape}, b {b.shape}; they must be equal")
-    distance = np.abs(_order(a) - _order(b))
-    distance[np.isnan(a) | np.isnan(b)] = 2**32
+    distance = np.where(np.isnan(a) | np.isnan(b), 2**32, np.abs(_order(a) - _order(b)))
     return int(distance.max(initial=0)), distance
 
 

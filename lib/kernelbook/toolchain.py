@@ -18,6 +18,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -81,8 +82,8 @@ def nvrtc_compile(source: Source, arch: str, extra_options: Iterable[str] = ()) 
                *(f"--include-path={folder}" for folder in _cuda_includes()), *source.flags, *extra_options]
 
     def build() -> tuple[bytes, bytes]:
-        headers = source.headers
-        program = nvrtc.createProgram(source.text, source.path, list(headers.values()), list(headers))
+        headers, names = ([text.encode() for text in part] for part in (source.headers.values(), source.headers))
+        program = nvrtc.createProgram(source.text, source.path, headers, names)
         try:
             nvrtc.compileProgram(program, options)
             cubin = nvrtc.getCUBIN(program)
@@ -133,9 +134,9 @@ def compile_hip(source: Source, arch: str, extra_options: Iterable[str] = ()) ->
     """
     version = _ziglang()
     compiler = f"clang of ziglang {version}"
-    # A fixed cuid: by default the code object holds a hash of the folder it was compiled in.
+    # No contraction: clang would also contract __fmul_rn and __fadd_rn, which CUDA leaves apart.
     options = ["-x", "hip", f"--offload-arch={arch}", "--offload-device-only", "-nogpulib", "-nogpuinc",
-               "-nostdinc", "-O3", "-std=c++20", "-cuid=kernelbook", *source.flags, *extra_options]
+               "-nostdinc", "-O3", "-std=c++20", "-ffp-contract=off", *source.flags, *extra_options]
 
     def build() -> tuple[bytes, bytes]:
         with tempfile.TemporaryDirectory() as name:
@@ -209,8 +210,8 @@ def _nvrtc():
         why = str(error).partition("\n")[0]
         raise BackendUnavailable(
             f"NVRTC, the CUDA compiler, does not load ({why}); pip install cupy-cuda12x "
-            "'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-runtime-cu12==12.9.*' or, for CUDA 13, cupy-cuda13x "
-            "nvidia-cuda-nvrtc nvidia-cuda-runtime") from error
+            "'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-runtime-cu12==12.9.*' or, for CUDA 13, "
+            "cupy-cuda13x nvidia-cuda-nvrtc nvidia-cuda-runtime") from error
     return nvrtc
 
 
@@ -237,8 +238,8 @@ def _nvdisasm() -> str:
     for folders in (None, beside_nvcc):
         if found := shutil.which("nvdisasm", path=folders):
             return found
-    raise BackendUnavailable("nvdisasm, which reads NVIDIA machine code, is neither in a wheel nor in CUDA_HOME "
-                             "nor on PATH; pip install nvidia-cuda-nvdisasm")
+    raise BackendUnavailable("nvdisasm, which reads NVIDIA machine code, is in no wheel, no CUDA_HOME and not on "
+                             "PATH; pip install nvidia-cuda-nvdisasm")
 
 
 def _ziglang() -> str:
@@ -301,9 +302,10 @@ class Instruction(NamedTuple):
 @dataclass(frozen=True)
 class Loop:
     """A natural loop. span: addresses of its first and last instruction, with whatever lies between.
-    instructions: its own, without those of loops inside it, in order of address."""
+    depth: loops around it. instructions: its own, without those of loops inside it, in order of address."""
 
     span: tuple[int, int]
+    depth: int
     instructions: tuple[Instruction, ...]
 
 
@@ -359,16 +361,17 @@ class Kernel:
 
     @cached_property
     def hot_loop(self) -> Loop | None:
-        """The loop whose own instructions do the most MACs or, where none does any, the most arithmetic."""
+        """The loop whose own instructions do the most MACs or, where none does any, the most arithmetic. A trip
+        through a loop is taken to make ten through a loop inside it, as compilers do that know no better."""
         def work(loop):
-            return (self.isa.macs(loop.instructions) or 0,
-                    sum(bool(self.isa.arithmetic.match(i.opcode)) for i in loop.instructions))
+            arithmetic = sum(bool(self.isa.arithmetic.match(i.opcode)) for i in loop.instructions)
+            return (self.isa.macs(loop.instructions) or 0) * 10**loop.depth, arithmetic * 10**loop.depth
         return max(self.loops, key=work, default=None)
 
 
 def _loops(kernel: Kernel) -> list[Loop]:
-    """Natural loops of the control flow graph. A backward branch alone would not do: compilers move rare paths
-    behind the kernel's end, and the jump back from there spans code that belongs to no loop."""
+    """Natural loops of the control flow graph. Backward branches alone would not do: compilers move rare
+    paths behind the kernel's end, and the jump back from there spans code that belongs to no loop."""
     code = kernel.instructions
     after = [[s for s in kernel.isa.successors(i, instruction) if s < len(code)]
              for i, instruction in enumerate(code)]
@@ -405,13 +408,13 @@ def _loops(kernel: Kernel) -> list[Loop]:
                 queue += before.get(i, [])
 
     loops = []
-    for inside in members.values():
-        if len(inside) == 1:        # a branch to itself: the trap behind a kernel's end
-            continue
-        nested = set().union(*(other for other in members.values() if other < inside))
+    bodies = [inside for inside in members.values() if len(inside) > 1]     # 1: the trap behind a kernel's end
+    for inside in bodies:
+        nested = set().union(*(other for other in bodies if other < inside))
         order = sorted(inside)
-        loops.append(Loop((code[order[0]].address, code[order[-1]].address),
-                          tuple(code[i] for i in order if i not in nested)))
+        loops.append(Loop(span=(code[order[0]].address, code[order[-1]].address),
+                          depth=sum(inside < other for other in bodies),
+                          instructions=tuple(code[i] for i in order if i not in nested)))
     return sorted(loops, key=lambda loop: loop.span)
 
 
@@ -419,6 +422,7 @@ def _loops(kernel: Kernel) -> list[Loop]:
 
 _SASS_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
 _SASS_LABEL = re.compile(r"(\S+):\s*$")
+_SASS_SHAPE = re.compile(r"(16|8)(8)(\d+)|(\d+)x(\d+)x(\d+)")    # IMMA.16832, IGMMA.64x128x32
 _SASS_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 
 
@@ -446,17 +450,17 @@ def _parse_sass(listing: str) -> dict[str, Kernel]:
 def _sass_mnemonic(opcode: str) -> str:
     """IMAD.WIDE.U32 is an IMAD, but IDP.4A and IMMA.16832 keep the modifier their MACs depend on."""
     name, *modifiers = opcode.split(".")
-    if name == "IDP" and modifiers:
-        return f"IDP.{modifiers[0]}"
-    if name.endswith("MMA"):
-        shape = next((m for m in modifiers if re.fullmatch(r"\d+(x\d+x\d+)?", m)), None)
-        return f"{name}.{shape}" if shape else name
-    return name
+    kept = []
+    if name == "IDP":
+        kept = modifiers[:1]
+    elif name.endswith("MMA"):
+        kept = [m for m in modifiers if _SASS_SHAPE.fullmatch(m)][:1]
+    return ".".join([name, *kept])
 
 
 def _sass_macs(instructions: Iterable[Instruction]) -> int | None:
-    """MACs of a lane. Matrix instructions count before dot products and those before scalars: beside the wider
-    ones, the narrower scale and convert. Scalar multiplies and adds that nobody contracted count as pairs."""
+    """MACs of a lane. Matrix instructions count before dot products and those before scalars: beside the
+    wider ones, the narrower scale and convert. Multiplies and adds that nobody contracted count as pairs."""
     count = Counter(_sass_mnemonic(i.opcode) for i in instructions if not _is_move(i))
     matrix = sum(n * _sass_matrix_macs(mnemonic) for mnemonic, n in count.items())
     dots = 4 * count["IDP.4A"] + 2 * count["IDP.2A"]
@@ -466,8 +470,8 @@ def _sass_macs(instructions: Iterable[Instruction]) -> int | None:
 
 
 def _is_move(i: Instruction) -> bool:
-    """Multiply-adds that move a constant or compute an address: IMAD.MOV, IMAD.WIDE, an IMAD with a factor that
-    is no register, an HFMA2 of zeros."""
+    """Multiply-adds that move a constant or compute an address: IMAD.MOV, IMAD.WIDE, an IMAD with a factor
+    that is no register, an HFMA2 of zeros."""
     factors = [operand.strip().lstrip("-").split(".")[0] for operand in i.operands.split(",")[1:3]]
     if i.opcode.startswith("IMAD"):
         return i.opcode != "IMAD" or not all(re.fullmatch(r"R\d+", factor) for factor in factors)
@@ -475,14 +479,12 @@ def _is_move(i: Instruction) -> bool:
 
 
 def _sass_matrix_macs(mnemonic: str) -> int:
+    """MACs of a lane in one matrix instruction; 0 for another, or where its name has no shape."""
     name, _, shape = mnemonic.partition(".")
-    if not name.endswith("MMA") or not shape:
+    if not (name.endswith("MMA") and shape):
         return 0
-    if "x" in shape:                        # warpgroup of 128 lanes: IGMMA.64x128x32
-        m, n, k = map(int, shape.split("x"))
-        return m * n * k // 128
-    m, n, k = re.fullmatch(r"(16|8)(8)(\d+)", shape).groups()
-    return int(m) * int(n) * int(k) // 32
+    lanes = 128 if name.endswith("GMMA") else 32
+    return math.prod(int(n) for n in _SASS_SHAPE.fullmatch(shape).groups() if n) // lanes
 
 
 def _sass_successors(index: int, i: Instruction) -> list[int]:
@@ -498,8 +500,8 @@ def _sass_successors(index: int, i: Instruction) -> list[int]:
 
 
 SASS = Isa(arithmetic=re.compile(r"[FHD](FMA|MUL|ADD)|IMAD(?!\.MOV)|IDP|I2F|F2F|F2I|[A-Z]*MMA\."),
-           conversion=re.compile(r"I2F|F2F|F2I|I2I|I2IP"),
-           load=re.compile(r"LD(G|S|SM|L|GSTS|GMC)?(\.|$)"),
+           conversion=re.compile(r"I2F|F2F|F2I|I2I|HADD2\.F32"),     # the last widens a half to a float
+           load=re.compile(r"LD(G|GSTS|S|SM|L)?(\.|$)"),
            global_load=re.compile(r"LD(G|GSTS)?(\.|$)"), global_store=re.compile(r"STG?(\.|$)"),
            mnemonic=_sass_mnemonic,
            bits=lambda opcode: next((_SASS_BITS[m] for m in opcode.split(".") if m in _SASS_BITS), 32),
@@ -507,8 +509,6 @@ SASS = Isa(arithmetic=re.compile(r"[FHD](FMA|MUL|ADD)|IMAD(?!\.MOV)|IDP|I2F|F2F|
 
 
 # AMD
-
-_AMD_BITS = {"ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16}
 
 
 def _parse_amdgcn(assembly: str, names: Iterable[str]) -> dict[str, Kernel]:
@@ -547,17 +547,18 @@ def _amd_macs(instructions: Iterable[Instruction]) -> int | None:
 
 
 def _amd_matrix_macs(opcode: str) -> int:
-    shape = re.match(r"v_s?mfmac?_(?:scale_)?[a-z]+\d+_(\d+)x(\d+)x(\d+)_?(?:(\d+)b_)?", opcode)
-    if not shape:
-        return 0
-    m, n, k, blocks = (int(part or 1) for part in shape.groups())
-    return m * n * k * blocks // 64
+    """MACs of a lane in one matrix instruction (v_mfma_i32_16x16x32_i8, ..._4x4x4_16b_f16 with its 16 blocks)."""
+    shape = re.match(r"v_s?mf?mac?_(?:scale_)?[a-z]+\d+_(\d+)x(\d+)x(\d+)(?:_(\d+)b_)?", opcode)
+    return math.prod(int(n) for n in shape.groups() if n) // 64 if shape else 0
 
 
 def _amd_bits(opcode: str) -> int:
-    if words := re.search(r"(?:dword|b32|b64|b96|b128)(?:x(\d+))?", opcode):
-        return 32 * int(words[1] or 1)
-    return next((bits for word, bits in _AMD_BITS.items() if f"_{word}" in opcode), 32)
+    if "byte" in opcode:
+        return 8
+    if "short" in opcode:
+        return 16
+    words = re.search(r"dwordx(\d+)", opcode)
+    return 32 * int(words[1]) if words else 32
 
 
 def _amd_successors(index: int, i: Instruction) -> list[int]:
@@ -592,7 +593,7 @@ class PerMac:
 
 
 def per_mac(kernel: Kernel, macs_per_iteration: int | None = None) -> PerMac | None:
-    """Instructions per MAC in the hot loop, or in the whole kernel where it has no loop, or none with MACs.
+    """Instructions per MAC in the hot loop or, where there is no loop, in the whole kernel.
 
     macs_per_iteration: MACs of one lane in one trip, as compiled (so times the unrolling); None derives them
     from the instructions (FFMA 1, IDP.4A 4, IMMA.16832 128, a FMUL with a FADD 1, ...).
@@ -602,8 +603,6 @@ def per_mac(kernel: Kernel, macs_per_iteration: int | None = None) -> PerMac | N
         raise ValueError(f"macs_per_iteration is {macs_per_iteration}; expected at least 1")
     isa = kernel.isa
     body = kernel.hot_loop.instructions if kernel.hot_loop else kernel.instructions
-    if macs_per_iteration is None and isa.macs(body) is None:
-        body = kernel.instructions
     macs = macs_per_iteration or isa.macs(body)
     if macs is None:
         return None
@@ -627,6 +626,7 @@ def evidence(source: Source, names: Iterable[str] | None = None,
     without one, in the kernel.
     Raises CompileError, BackendUnavailable, and ValueError for an unknown target.
     """
+    extra_options = tuple(extra_options)
     names = [name for name, reason in targets().items() if reason is None] if names is None else list(names)
     for name in names:
         if not re.match(r"sm_\d|gfx\d", name):

@@ -1,9 +1,9 @@
 """What the notebooks do, one module an article: each experiment runs kernels, records what it measures and returns
 a Finding, its data for the notebook's plots and its judgement of a claim.
 
-A claim with a figure is "reproduced" where the figure comes out within a factor of two, and "direction holds" where only
-its sign does. A claim without a figure is reproduced where it holds on every case, and its direction holds where it does
-on most.
+A claim with a figure is "reproduced" where the figure comes out within a factor of two, and "direction holds" where
+only its sign does. A claim without a figure is reproduced where it holds on every case, and its direction holds where it
+does on most.
 """
 
 from dataclasses import dataclass, field
@@ -53,10 +53,10 @@ class Lab:
         """A generator that depends on the seed and the key only, not on what ran before."""
         return np.random.default_rng([self.seed, *key])
 
-    def measure_ceilings(self) -> list[measure.Ceiling]:
+    def measure_ceilings(self, memory_mib: int = 1024, matmul_size: int = 8192) -> list[measure.Ceiling]:
         """Measure this machine's ceilings, record them, and keep them for the fractions that follow."""
         if self.timed:
-            found = (measure.memory_ceilings(self.backend) + measure.matmul_ceilings()
+            found = (measure.memory_ceilings(self.backend, memory_mib << 20) + measure.matmul_ceilings(matmul_size)
                      + measure.round_trips(self.backend))
         else:
             found = []
@@ -109,3 +109,33 @@ class Lab:
 def not_timed(claim: str, evidence: str, data: Any = None, measured: str = "") -> Finding:
     """The finding on a speed claim where there is no GPU; `evidence` says what could be shown all the same."""
     return Finding(claim, "not testable here", evidence, measured, missing=NEEDS_GPU, data=data)
+
+
+def summary(environment: dict) -> dict[str, str]:
+    """The lines of a record's environment that a reader wants first."""
+    e = environment
+    clocks = e["clocks"]["before"]
+    versions = ", ".join(f"{name} {e['packages'][name]}" for name in ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x")
+                         if name in e["packages"])
+    return {"device": e["device"] + (" (simulated, not timed)" if e["simulated"] else ""),
+            "driver": e["driver"] or "none", "clocks": ", ".join(f"{k} {v}" for k, v in clocks.items()) if clocks else "-",
+            "NVRTC": e["cuda"]["nvrtc"] or "none", "CPU": f"{e['cpu']['model']}, {e['cpu']['cores']} cores",
+            "Python": f"{e['python']}; {versions}",
+            "commit": f"{(e['commit'] or 'unknown')[:12]}{', with local changes' if e['dirty'] else ''}"}
+
+
+def check_copy(lab: Lab, words: int = 1003) -> str:
+    """Whether the memory kernels do what their bandwidths are measured for: every word copied, none written by a read."""
+    data = lab.rng(0).integers(0, 2**32, (words, 4), np.uint32)
+    module = lab.backend.compile("ceilings/memory.cu")
+    source, sink = lab.backend.array(data), lab.backend.empty((words, 4), np.uint32)
+    guard = lab.backend.empty(1, np.uint32)
+    module.kernel("copy_bytes")((2, 1, 1), (64, 1, 1), [source, sink, np.uint64(words)])
+    module.kernel("read_bytes")((2, 1, 1), (64, 1, 1), [source, guard, np.uint64(words)])
+    wrong = int(np.count_nonzero(lab.backend.numpy(sink) != data))
+    written = int(lab.backend.numpy(guard)[0] != 0xFFFFFFFF)
+    good = wrong == written == 0
+    lab.record.measure(kernel="ceilings", variant="copy_bytes", case={"words": 4 * words}, metric="wrong_words",
+                       value=wrong, unit="1", status="passed" if good else "wrong_result",
+                       reason=None if good else f"{wrong} words differ, read_bytes wrote {written}")
+    return f"{wrong} of {4 * words} words differ after a copy; reading wrote {written} words"

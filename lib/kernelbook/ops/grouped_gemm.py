@@ -62,7 +62,8 @@ def _check_array(backend, array, what, shape, dtype, align):
     if array.dtype != dtype:
         raise TypeError(f"{what} has dtype {array.dtype}; expected {np.dtype(dtype)}")
     if tuple(array.shape) != tuple(shape):
-        raise ValueError(f"{what} has shape {tuple(array.shape)}; expected {tuple(shape)}")
+        raise ValueError(f"{what} has shape {tuple(array.shape)}; expected {tuple(shape)}"
+                         f"{', for any M' if what.startswith('x') else ''}")
     if not array.flags.c_contiguous:
         raise ValueError(f"{what} has strides {array.strides}; expected a C-contiguous array (copy it first)")
     if backend.pointer(array) % align:
@@ -128,17 +129,18 @@ class GroupedGemm:
         """
         s = self.strips
         pair = self.activations == "int8"
+        if pair and not (isinstance(x, tuple | list) and len(x) == 2):
+            raise TypeError(f"x is a {type(x).__name__}; int8 activations are a pair (codes, scales)")
         codes = x[0] if pair else x
-        if codes.ndim != 2:
-            raise ValueError(f"x has shape {tuple(codes.shape)}; expected [M, {s.k}]")
-        m = codes.shape[0]
-        if m == 0:
-            return self.backend.empty((0, s.n), np.float32)
+        shape = getattr(codes, "shape", ())
+        m = shape[0] if len(shape) == 2 else 1  # anything but a matrix is refused below
         if pair:
             _check_array(self.backend, codes, "x codes", (m, s.k), np.int8, 1)
             _check_array(self.backend, x[1], "x scales", (m, s.groups), np.float32, 4)
         else:
             _check_array(self.backend, x, "x", (m, s.k), np.float32, 4)
+        if m == 0:
+            return self.backend.empty((0, s.n), np.float32)
         if nsplit is None:
             nsplit = self.choose_nsplit(m)
         if not 1 <= nsplit <= s.groups:

@@ -1,0 +1,125 @@
+"""The command line: `python -m kernelbook COMMAND`. One function a command, its help text its docstring."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from kernelbook import ROOT, __doc__, notebooks
+
+COMMANDS: dict[str, tuple[Callable, Callable]] = {}
+"""Name of each command to its function and to the function that declares its arguments, in the order of --help."""
+
+
+def command(arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> Callable:
+    """Make a function of the parsed arguments a command, called after the function with dashes for underscores."""
+
+    def register(function):
+        COMMANDS[function.__name__.replace("_", "-")] = function, arguments
+        return function
+
+    return register
+
+
+def _reproduce_arguments(parser):
+    parser.add_argument("--profile", help="a file in notebooks/profiles: smoke (seconds), cpu (minutes), gpu "
+                                          "(everything timed); default: gpu if there is a device, else cpu")
+    parser.add_argument("--notebook", nargs="+", metavar="NAME", default=[], dest="names",
+                        help="run these only, such as 1_grouped_gemm")
+    parser.add_argument("-p", action="append", metavar="NAME=VALUE", default=[], dest="parameters",
+                        help="set a parameter of every chosen notebook that has it; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="where the run's folder is made (default: runs); runs/latest links to the last one")
+
+
+@command(_reproduce_arguments)
+def reproduce(options) -> int:
+    """Run the notebooks, record what they find, write the report."""
+    from kernelbook import report, runner
+
+    profile = options.profile or runner.default_profile()
+    jobs = runner.plan(profile, options.names, options.parameters)
+    folder = runner.run(jobs, profile, options.out)
+    index = report.build(folder)
+    failed = runner.failures(folder)
+    for name, reason in failed.items():
+        print(f"{name} did not pass: {reason}\n  log: {folder / name}.log")
+    print(f"report: {index}")
+    return 1 if failed else 0
+
+
+def _report_arguments(parser):
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER",
+                        help="run folders (runs/latest), or folders of records (results/nvidia-h200)")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="where the pages go; may be left out for one run folder, which then gets them")
+
+
+@command(_report_arguments)
+def report(options) -> int:
+    """Write the HTML report of runs that have ended, or of committed records."""
+    from kernelbook import report
+
+    print(f"report: {report.build(options.folders, options.out)}")
+    return 0
+
+
+@command()
+def readme(options) -> int:
+    """Redraw the README's tables from the records in results/."""
+    from kernelbook import report
+
+    path = ROOT / "README.md"
+    changed = report.update_readme(path, ROOT / "results")
+    print(f"{path}: {'tables redrawn' if changed else 'already current'}")
+    return 0
+
+
+def _clean_arguments(parser):
+    parser.add_argument("names", nargs="*", metavar="NAME", help="these only (default: all notebooks)")
+
+
+@command(_clean_arguments)
+def clean_notebooks(options) -> int:
+    """Strip outputs and run metadata from the notebooks, as they are committed."""
+    faulty = 0
+    for path in notebooks.find(options.names):
+        text = notebooks.clean(path)
+        if path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"{path.name}: cleaned")
+        for fault in notebooks.check(path):
+            faulty += 1
+            print(f"{path.name}: {fault}", file=sys.stderr)
+    return 1 if faulty else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m kernelbook", description=__doc__)
+    top.add_argument("--debug", action="store_true", help="show where an error comes from")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
+    for name, (function, arguments) in COMMANDS.items():
+        entry = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+        entry.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        arguments(entry)
+        entry.set_defaults(function=function)
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. Exit codes: 0 fine, 1 a notebook failed or a check found faults, 2 an error, 130 interrupted."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.function(options)
+    except KeyboardInterrupt as stop:
+        print(f"interrupted{f' by {stop}' if str(stop) else ''}; what had ended is kept", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        else:
+            expected = isinstance(error, OSError | ValueError | RuntimeError)
+            print(f"error: {'' if expected else type(error).__name__ + ': '}{error}"
+                  f"{'' if expected else ' (--debug shows where)'}", file=sys.stderr)
+        return 2
