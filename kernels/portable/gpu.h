@@ -1,7 +1,8 @@
 // One kernel source, three places: CUDA (nvcc, NVRTC), HIP (clang), and the CPU wave simulator.
 //
 // A kernel file includes this, defines `extern "C" __global__ void name(...)` in plain CUDA C++ and ends with
-// GPU_KERNEL(name), which registers the kernel with the simulator and is nothing on a GPU. Beyond CUDA's own names:
+// GPU_KERNEL(name), which registers the kernel with the simulator and is nothing on a GPU. (The name must not be one of
+// the C library's, such as `sync`.) Beyond CUDA's own names there are:
 //   GPU_CUDA, GPU_HIP, GPU_SIMULATOR   one of them is 1, for code that exists in one place only
 //   GPU_FULL_MASK                      mask of a whole wave for shuffles and votes, of type gpu_mask (32 or 64 bits)
 //   GPU_DYNAMIC_SHARED(T, name)        declares the launch's dynamic shared memory as T *name, 16-byte aligned

@@ -34,24 +34,29 @@ typedef unsigned long uintptr_t;
 typedef unsigned long size_t;
 
 // threadIdx.x and its like: properties that read a register.
-#define GPU_INDEX(name, X, Y, Z)                                                  \
-  struct gpu_##name {                                                             \
-    __device__ static unsigned get_x() { return X; }                              \
-    __device__ static unsigned get_y() { return Y; }                              \
-    __device__ static unsigned get_z() { return Z; }                              \
-    __declspec(property(get = get_x)) unsigned x;                                 \
-    __declspec(property(get = get_y)) unsigned y;                                 \
-    __declspec(property(get = get_z)) unsigned z;                                 \
-  };                                                                              \
+#define GPU_INDEX(name, value)                                       \
+  struct gpu_##name {                                                \
+    __device__ static unsigned get_x() { return value(x); }          \
+    __device__ static unsigned get_y() { return value(y); }          \
+    __device__ static unsigned get_z() { return value(z); }          \
+    __declspec(property(get = get_x)) unsigned x;                    \
+    __declspec(property(get = get_y)) unsigned y;                    \
+    __declspec(property(get = get_z)) unsigned z;                    \
+  };                                                                 \
   static const __device__ gpu_##name name{};
-#define GPU_BLOCKS(axis) \
-  ((__builtin_amdgcn_grid_size_##axis() + __builtin_amdgcn_workgroup_size_##axis() - 1) / __builtin_amdgcn_workgroup_size_##axis())
-GPU_INDEX(threadIdx, __builtin_amdgcn_workitem_id_x(), __builtin_amdgcn_workitem_id_y(), __builtin_amdgcn_workitem_id_z())
-GPU_INDEX(blockIdx, __builtin_amdgcn_workgroup_id_x(), __builtin_amdgcn_workgroup_id_y(), __builtin_amdgcn_workgroup_id_z())
-GPU_INDEX(blockDim, __builtin_amdgcn_workgroup_size_x(), __builtin_amdgcn_workgroup_size_y(), __builtin_amdgcn_workgroup_size_z())
-GPU_INDEX(gridDim, GPU_BLOCKS(x), GPU_BLOCKS(y), GPU_BLOCKS(z))
+#define GPU_THREAD(axis) __builtin_amdgcn_workitem_id_##axis()
+#define GPU_BLOCK(axis) __builtin_amdgcn_workgroup_id_##axis()
+#define GPU_SIZE(axis) __builtin_amdgcn_workgroup_size_##axis()
+#define GPU_COUNT(axis) ((__builtin_amdgcn_grid_size_##axis() + GPU_SIZE(axis) - 1) / GPU_SIZE(axis))
+GPU_INDEX(threadIdx, GPU_THREAD)
+GPU_INDEX(blockIdx, GPU_BLOCK)
+GPU_INDEX(blockDim, GPU_SIZE)
+GPU_INDEX(gridDim, GPU_COUNT)
 #undef GPU_INDEX
-#undef GPU_BLOCKS
+#undef GPU_THREAD
+#undef GPU_BLOCK
+#undef GPU_SIZE
+#undef GPU_COUNT
 #define warpSize 64
 
 #define GPU_VECTOR(T, name)                                                                              \

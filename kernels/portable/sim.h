@@ -285,7 +285,7 @@ void multiply(TD *d, const Register *a, const Register *b, Place place) {
   std::copy_n(reinterpret_cast<const TA *>(a), instruction.A.elements, mine.a);
   std::copy_n(reinterpret_cast<const TB *>(b), instruction.B.elements, mine.b);
   std::copy_n(d, instruction.D.elements, mine.d);
-  collective(instruction.name, [](void *const *lanes) {
+  collective(instruction.name, [](void *const *lanes) __attribute__((no_sanitize("undefined"))) {
     Number A[M * K], B[K * N], product[M * N] = {};
     for (int lane = 0; lane < instruction.lanes; ++lane) {
       const auto &from = *static_cast<const Operands *>(lanes[lane]);

@@ -7,7 +7,9 @@
 #include "sim_runtime.h"
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cinttypes>
+#include <condition_variable>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
@@ -63,9 +65,9 @@ sim_switch:
 .size sim_switch, .-sim_switch
 )");
 
-// A context that begins `function` on an empty stack.
-Context begin(char *stack_end, void (*function)()) {
-  void **top = reinterpret_cast<void **>(stack_end);
+// A context that begins `function` on an empty stack; the function must not return.
+Context begin(char *stack, size_t size, void (*function)()) {
+  void **top = reinterpret_cast<void **>(stack + size);
   *--top = nullptr;                                    // keeps the stack aligned as after a call
   *--top = reinterpret_cast<void *>(function);         // sim_switch returns to it
   for (int i = 0; i < 6; ++i) *--top = nullptr;        // the six registers
@@ -76,7 +78,15 @@ Context begin(char *stack_end, void (*function)()) {
 
 struct Context { ucontext_t state; };
 void sim_switch(Context *from, const Context *to) { swapcontext(&from->state, &to->state); }
-Context begin(char *stack_end, void (*function)());
+Context begin(char *stack, size_t size, void (*function)()) {
+  Context context;
+  getcontext(&context.state);
+  context.state.uc_stack.ss_sp = stack;
+  context.state.uc_stack.ss_size = size;
+  context.state.uc_link = nullptr;
+  makecontext(&context.state, function, 0);
+  return context;
+}
 
 #endif
 
@@ -108,8 +118,10 @@ class Guarded {
   void poison() { memset(mapping_ + page, 0xFF, mapped_ - 2 * page); }
   // Offset from begin() of a byte outside that is no longer poison, or 0.
   ptrdiff_t damage() const {
-    for (const char *p = mapping_ + page; p < begin(); ++p) if (*p != char(0xFF)) return p - begin();
-    for (const char *p = begin() + size_; p < mapping_ + mapped_ - page; ++p) if (*p != char(0xFF)) return p - begin();
+    for (const char *p = mapping_ + page; p < mapping_ + mapped_ - page; ++p) {
+      if (p == begin() && size_) p += size_ - 1;
+      else if (*p != char(0xFF)) return p - begin();
+    }
     return 0;
   }
 
@@ -118,7 +130,7 @@ class Guarded {
   size_t mapped_ = 0, size_ = 0;
 };
 
-// Stacks of a block's threads, each below the next one's guard page.
+// Stacks of a block's threads, each above a guard page.
 class Stacks {
  public:
   static constexpr size_t size = 64 << 10;
@@ -127,13 +139,14 @@ class Stacks {
   void reserve(size_t count) {
     if (count <= count_) return;
     if (mapping_) munmap(mapping_, count_ * slot());
-    void *p = mmap(nullptr, count * slot(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *p = mmap(nullptr, count * slot(), PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) { mapping_ = nullptr; count_ = 0; throw std::bad_alloc(); }
     mapping_ = static_cast<char *>(p);
     count_ = count;
     for (size_t i = 0; i < count; ++i) mprotect(mapping_ + i * slot(), page, PROT_NONE);
   }
-  char *end(size_t i) const { return mapping_ + (i + 1) * slot(); }
+  char *operator[](size_t i) const { return mapping_ + i * slot() + page; }
   bool covers(const char *p) const { return p >= mapping_ && p < mapping_ + count_ * slot(); }
 
  private:
@@ -147,8 +160,8 @@ class Stacks {
 class Module {
  public:
   explicit Module(const void *code) : code_(reinterpret_cast<uint64_t>(code)) {
-    dl_iterate_phdr([](dl_phdr_info *info, size_t, void *self) { return int(static_cast<Module *>(self)->read(*info)); },
-                    this);
+    auto read = [](dl_phdr_info *info, size_t, void *self) { return int(static_cast<Module *>(self)->read(*info)); };
+    dl_iterate_phdr(read, this);
   }
   // Offset of an instruction within the object's file, 0 where it lies in another object.
   uint64_t offset(uint64_t code) const { return code - start_ < size_ ? code - base_ : 0; }
@@ -254,9 +267,10 @@ class Block {
   std::unique_ptr<char[]> signal_stack{new char[signal_stack_size]};
   static constexpr size_t signal_stack_size = 64 << 10;
 
-  void prepare(const Launch &launch, const Kernel &kernel, void *const *arguments) {
+  void prepare(const Launch &launch, const Kernel &kernel, void *const *arguments, const Module &module) {
     kernel_ = &kernel;
     arguments_ = arguments;
+    module_ = &module;
     wave_size_ = launch.wave;
     const dim3 size = launch.block;
     threads_.resize(size.x * size.y * size.z);
@@ -273,20 +287,19 @@ class Block {
   }
 
   // Runs one block from start to end; false after a fault.
-  bool run(uint3 index, Random *random, const Module &module) {
+  bool run(uint3 index, Random *random) {
     here.blockIdx = index;
     random_ = random;
     fault_.kind = Fault::None;
-    module.poison_static_shared();
+    module_->poison_static_shared();
     shared_.poison();
     for (Thread &t : threads_) t.state = State::New;
 
-    std::vector<int> &order = wave_order_;
-    order.resize((threads_.size() + wave_size_ - 1) / wave_size_);
-    std::iota(order.begin(), order.end(), 0);
+    waves_.resize((threads_.size() + wave_size_ - 1) / wave_size_);
+    std::iota(waves_.begin(), waves_.end(), 0);
     for (bool more = true; more;) {
-      if (random_) random_->shuffle(order.data(), order.size());
-      for (int wave : order)
+      if (random_) random_->shuffle(waves_.data(), waves_.size());
+      for (int wave : waves_)
         if (!run_wave(wave)) return false;
       if (!pass_barrier(more)) return false;
     }
@@ -302,7 +315,7 @@ class Block {
   void leave(Context *from) {
     if (next_ == lanes_.size()) return sim_switch(from, &scheduler_);
     Thread &t = *lanes_[next_++];
-    if (t.state == State::New) t.context = begin(stacks_.end(&t - threads_.data()), fiber);
+    if (t.state == State::New) t.context = begin(stacks_[&t - threads_.data()], Stacks::size, fiber);
     enter(t);
     sim_switch(from, &t.context);
   }
@@ -314,7 +327,9 @@ class Block {
     __builtin_unreachable();
   }
 
-  bool in_fiber() const { return running_; }
+  bool runs_thread() const { return running_; }
+  // Whether the instruction at `code` is a thread's, in the kernel itself and not in the simulator on its behalf.
+  bool runs_kernel(uint64_t code) const { return running_ && module_->offset(code); }
   Thread &running() { return *running_; }
   const Stacks &stacks() const { return stacks_; }
   const Guarded &shared() const { return shared_; }
@@ -323,16 +338,16 @@ class Block {
   void report(const char *format, ...) __attribute__((format(printf, 2, 3))) {
     va_list values;
     va_start(values, format);
-    report(nullptr, 0, format, values);
+    report(running_, nullptr, 0, format, values);
     va_end(values);
   }
-  void report(const char *file, unsigned line, const char *format, va_list values) {
+  void report(const Thread *thread, const char *file, unsigned line, const char *format, va_list values) {
     fault_ = {};
     fault_.kind = Fault::Message;
     fault_.line = line;
-    fault_.in_block = running_ ? 2 : 1;
+    fault_.in_block = thread ? 2 : 1;
     fault_.block = here.blockIdx;
-    if (running_) fault_.thread = running_->index;
+    if (thread) fault_.thread = thread->index;
     snprintf(fault_.file, sizeof fault_.file, "%s", file ? file : "");
     vsnprintf(fault_.text, sizeof fault_.text, format, values);
   }
@@ -385,40 +400,44 @@ class Block {
     return any;
   }
 
-  // A lane that still waits at a collective waits forever: say for whom.
-  bool all_lanes_arrived(Thread *wave, int size) {
-    for (int i = 0; i < size; ++i) {
-      Thread &t = wave[i];
-      if (t.state != State::AtCollective) continue;
+  // A lane that still waits at a collective waits forever. (A lane that has ended counts as missing although CUDA
+  // lets it pass: reading from it is undefined, and other makers' waves know no such exception.)
+  bool all_lanes_arrived(const Thread *wave, int size) {
+    for (const Thread *t = wave; t < wave + size; ++t) {
+      if (t->state != State::AtCollective) continue;
       for (int j = 0; j < size; ++j)
-        if ((t.mask >> j & 1) && !wave[j].waits_with(t)) {
-          running_ = &t;
-          report_at(t.place, "lane %d waits at %s, but lane %d of its mask %s %s", i, t.name, j, hex(t.mask).c_str(),
-                    whereabouts(wave[j]).c_str());
-          running_ = nullptr;
-          return false;
-        }
+        if ((t->mask >> j & 1) && !wave[j].waits_with(*t))
+          return stuck(*t, "lane %d waits at %s, but lane %d of its mask %s %s", t->lane, t->name, j,
+                       hex(t->mask).c_str(), whereabouts(wave[j]).c_str());
     }
     return true;
   }
 
   // All waves have stopped: either every thread has ended (more = false) or all wait at one barrier.
   bool pass_barrier(bool &more) {
-    auto waiting = std::find_if(threads_.begin(), threads_.end(), [](const Thread &t) { return t.state == State::AtBarrier; });
-    more = waiting != threads_.end();
+    const Thread *waiting = nullptr;
+    for (const Thread &t : threads_)
+      if (!waiting && t.state == State::AtBarrier) waiting = &t;
+    more = waiting;
     if (!more) return true;
+
     auto together = [&](const Thread &t) { return t.state == State::AtBarrier && same(t.place, waiting->place); };
-    auto missing = std::find_if_not(threads_.begin(), threads_.end(), together);
-    if (missing != threads_.end()) {
-      const auto count = std::count_if(threads_.begin(), threads_.end(), together);
-      running_ = &*waiting;
-      report_at(waiting->place, "__syncthreads reached by %td of %zu threads: thread (%u, %u, %u) %s", count, threads_.size(),
-                missing->index.x, missing->index.y, missing->index.z, whereabouts(*missing).c_str());
-      running_ = nullptr;
-      return false;
-    }
+    const auto missing = std::find_if_not(threads_.begin(), threads_.end(), together);
+    if (missing != threads_.end())
+      return stuck(*waiting, "__syncthreads reached by %td of %zu threads: thread (%u, %u, %u) %s",
+                   std::count_if(threads_.begin(), threads_.end(), together), threads_.size(), missing->index.x,
+                   missing->index.y, missing->index.z, whereabouts(*missing).c_str());
     for (Thread &t : threads_) t.state = State::Ready;
     return true;
+  }
+
+  // Reports that `t` waits in vain; false, for the caller to return.
+  bool stuck(const Thread &t, const char *format, ...) __attribute__((format(printf, 3, 4))) {
+    va_list values;
+    va_start(values, format);
+    report(&t, t.place.file_name(), t.place.line(), format, values);
+    va_end(values);
+    return false;
   }
 
   static std::string whereabouts(const Thread &t) {
@@ -434,20 +453,14 @@ class Block {
     return text;
   }
 
-  void report_at(Place place, const char *format, ...) __attribute__((format(printf, 3, 4))) {
-    va_list values;
-    va_start(values, format);
-    report(place.file_name(), place.line(), format, values);
-    va_end(values);
-  }
-
   const Kernel *kernel_ = nullptr;
+  const Module *module_ = nullptr;
   void *const *arguments_ = nullptr;
   int wave_size_ = 0;
   std::vector<Thread> threads_;
   Stacks stacks_;
   Guarded shared_;
-  std::vector<int> wave_order_;
+  std::vector<int> waves_;       // in the order in which they run
   std::vector<Thread *> lanes_;  // of the running wave, those that can go on, in the order of this pass
   size_t next_ = 0;              // the first of them that has not had its turn
   Context scheduler_;
@@ -471,18 +484,6 @@ void Block::fiber() {
     }
   }
 }
-
-#if !defined(__x86_64__) || defined(SIM_UCONTEXT)
-Context begin(char *stack_end, void (*function)()) {
-  Context context;
-  getcontext(&context.state);
-  context.state.uc_stack.ss_sp = stack_end - Stacks::size;
-  context.state.uc_stack.ss_size = Stacks::size;
-  context.state.uc_link = nullptr;
-  makecontext(&context.state, function, 0);
-  return context;
-}
-#endif
 
 }  // namespace
 
@@ -511,7 +512,7 @@ void barrier(Place place) {
 void fault(Place place, const char *format, ...) {
   va_list values;
   va_start(values, format);
-  block->report(place.file_name(), place.line(), format, values);
+  block->report(&block->running(), place.file_name(), place.line(), format, values);
   va_end(values);
   block->abandon();
 }
@@ -536,13 +537,14 @@ long long value(const Type *type, uintptr_t bits) {
 [[noreturn, gnu::format(printf, 2, 3)]] void fault(const Location &at, const char *format, ...) {
   va_list values;
   va_start(values, format);
-  block->report(at.file, at.line, format, values);
+  block->report(&block->running(), at.file, at.line, format, values);
   va_end(values);
   block->abandon();
 }
 
 [[noreturn]] void overflow(const OverflowSite *site, uintptr_t left, const char *sign, uintptr_t right) {
-  fault(site->at, "%lld %s %lld overflows %s", value(site->type, left), sign, value(site->type, right), site->type->name);
+  fault(site->at, "%lld %s %lld overflows %s", value(site->type, left), sign, value(site->type, right),
+        site->type->name);
 }
 
 }  // namespace
@@ -559,7 +561,8 @@ void __ubsan_handle_divrem_overflow_abort(const OverflowSite *s, uintptr_t a, ui
   overflow(s, a, "/", b);
 }
 void __ubsan_handle_shift_out_of_bounds_abort(const ShiftSite *s, uintptr_t a, uintptr_t b) {
-  fault(s->at, "%lld shifted by %lld bits, which %s does not have", value(s->left, a), value(s->right, b), s->left->name);
+  fault(s->at, "%lld shifted by %lld bits, which %s does not have", value(s->left, a), value(s->right, b),
+        s->left->name);
 }
 void __ubsan_handle_out_of_bounds_abort(const BoundsSite *s, uintptr_t index) {
   fault(s->at, "index %lld outside %s", value(s->index, index), s->array->name);
@@ -577,6 +580,8 @@ namespace {
 // Takes SIGSEGV and the like while any launch runs; whoever had them before has them again afterwards.
 class Signals {
  public:
+  static constexpr int interrupt = SIGURG;  // stops a thread of the kernel that would not end; ignored elsewhere
+
   Signals() {
     std::lock_guard lock(mutex_);
     if (users_++ > 0) return;
@@ -593,7 +598,14 @@ class Signals {
 
  private:
   static void handle(int number, siginfo_t *info, void *context) {
-    if (!block || !block->in_fiber()) {  // not ours: it comes again, to the handler from before
+    if (number == interrupt) {  // within the simulator's own code it has to wait until it is sent again
+      if (block && block->runs_kernel(program_counter(context))) {
+        block->report("stopped");
+        block->abandon();
+      }
+      return;
+    }
+    if (!block || !block->runs_thread()) {  // not ours: it comes again, to the handler from before
       for (int i = 0; i < count_; ++i)
         if (numbers_[i] == number) sigaction(number, &before_[i], nullptr);
       return;
@@ -628,7 +640,7 @@ class Signals {
 #endif
   }
 
-  static constexpr int numbers_[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}, count_ = 5;
+  static constexpr int count_ = 6, numbers_[count_] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, interrupt};
   static inline struct sigaction before_[count_];
   static inline std::mutex mutex_;
   static inline int users_ = 0;
@@ -661,68 +673,115 @@ Pool pool;
 // modulo their count, which meets each of them once where step and count have no common divisor.
 struct BlockOrder {
   uint64_t count, offset = 0, step = 1;
-  BlockOrder(uint64_t count, unsigned seed) : count(count) {
+  BlockOrder(uint64_t blocks, unsigned seed) : count(blocks) {
     if (!seed) return;
     Random random{seed};
     offset = random() % count;
     do step = random() % count; while (std::gcd(step, count) != 1);
   }
-  uint64_t operator[](uint64_t i) const { return (unsigned __int128)(i) * step % count + offset; }
+  uint64_t operator[](uint64_t i) const { return uint64_t(((unsigned __int128)(i) * step + offset) % count); }
+};
+
+// A launch under way: OS threads that each take the grid's next block until there is none or one has failed.
+class Run {
+ public:
+  Run(const Kernel &kernel, const Launch &launch, void *const *arguments)
+      : kernel_(kernel), launch_(launch), arguments_(arguments), module_(reinterpret_cast<const void *>(kernel.call)),
+        count_(uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z), order_(count_, launch.order) {
+    std::lock_guard lock(mutex_);  // no worker ends before all have begun
+    const uint64_t wanted = std::min<uint64_t>(std::max(launch.threads, 1), count_);
+    try {
+      while (threads_.size() < wanted) threads_.emplace_back([this] { work(); });
+    } catch (const std::system_error &) {  // fewer threads do as well, none does not
+      if (threads_.empty()) fail("the system refuses another thread");
+    }
+  }
+
+  // Waits for the end, but no longer than this; true if it has come. Once a block has failed, the others stop too.
+  bool wait(std::chrono::milliseconds longest) {
+    std::unique_lock lock(mutex_);
+    auto all_ended = [this] { return ended_ == threads_.size(); };
+    if (ending_.wait_for(lock, longest, all_ended)) return true;
+    if (stop_)
+      for (auto &thread : threads_) pthread_kill(thread.native_handle(), Signals::interrupt);
+    return false;
+  }
+
+  // Stops what still runs.
+  Fault finish() {
+    stop_ = true;
+    while (!wait(std::chrono::milliseconds(10))) {}
+    for (auto &thread : threads_) thread.join();
+    fault_.code = module_.offset(fault_.code);
+    return fault_;
+  }
+
+ private:
+  void work() {
+    std::unique_ptr<Block> mine = pool.take();
+    block = mine.get();
+    stack_t signal_stack = {};
+    signal_stack.ss_sp = mine->signal_stack.get();
+    signal_stack.ss_size = Block::signal_stack_size;
+    sigaltstack(&signal_stack, nullptr);
+    try {
+      mine->prepare(launch_, kernel_, arguments_, module_);
+      for (uint64_t i; !stop_ && (i = next_++) < count_;)
+        if (!run_block(order_[i]) && !stop_.exchange(true)) fault_ = mine->fault();
+    } catch (const std::bad_alloc &) {
+      if (!stop_.exchange(true)) fail("no memory for a block's stacks and shared memory");
+    }
+    signal_stack.ss_flags = SS_DISABLE;
+    sigaltstack(&signal_stack, nullptr);
+    block = nullptr;
+    pool.give(std::move(mine));
+    std::lock_guard lock(mutex_);
+    ++ended_;
+    ending_.notify_all();
+  }
+
+  bool run_block(uint64_t number) {
+    const dim3 grid = launch_.grid;
+    const uint3 index = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y),
+                         unsigned(number / grid.x / grid.y)};
+    Random random{launch_.order + (number << 32)};
+    return block->run(index, launch_.order ? &random : nullptr);
+  }
+
+  void fail(const char *text) {
+    fault_.kind = Fault::Message;
+    snprintf(fault_.text, sizeof fault_.text, "%s", text);
+  }
+
+  const Kernel &kernel_;
+  const Launch launch_;
+  void *const *arguments_;
+  const Module module_;
+  const uint64_t count_;
+  const BlockOrder order_;
+  std::atomic<uint64_t> next_ = 0;
+  std::atomic<bool> stop_ = false;
+  Fault fault_ = {};
+  Signals signals_;
+  std::mutex mutex_;
+  std::condition_variable ending_;
+  size_t ended_ = 0;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace
 
-extern "C" void sim_launch(const Kernel *kernel, const Launch *launch, void *const *arguments, Fault *result) {
-  const dim3 grid = launch->grid;
-  const uint64_t count = uint64_t(grid.x) * grid.y * grid.z;
-  const BlockOrder order(count, launch->order);
-  const Module module(reinterpret_cast<const void *>(kernel->call));
-  std::atomic<uint64_t> next = 0;
-  std::atomic<bool> failed = false;
-  *result = {};
-
-  auto fail = [&](const char *text) {
-    result->kind = Fault::Message;
-    snprintf(result->text, sizeof result->text, "%s", text);
-  };
-  auto work = [&](Block &mine) {
-    block = &mine;
-    stack_t signal_stack = {};
-    signal_stack.ss_sp = mine.signal_stack.get();
-    signal_stack.ss_size = Block::signal_stack_size;
-    sigaltstack(&signal_stack, nullptr);
-    try {
-      mine.prepare(*launch, *kernel, arguments);
-    } catch (const std::bad_alloc &) {
-      if (!failed.exchange(true)) fail("no memory for the stacks and the shared memory of a block");
-    }
-    for (uint64_t i; !failed && (i = next++) < count;) {
-      const uint64_t number = order[i] % count;
-      const uint3 index = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y),
-                           unsigned(number / grid.x / grid.y)};
-      Random random{launch->order + (number << 32)};
-      if (!mine.run(index, launch->order ? &random : nullptr, module) && !failed.exchange(true))
-        *result = mine.fault();
-    }
-    signal_stack.ss_flags = SS_DISABLE;
-    sigaltstack(&signal_stack, nullptr);
-  };
-
-  Signals signals;
-  std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<std::thread> threads;
-  try {
-    const uint64_t wanted = std::min<uint64_t>(std::max(launch->threads, 1), count);
-    while (threads.size() < wanted) {
-      blocks.push_back(pool.take());
-      threads.emplace_back(work, std::ref(*blocks.back()));
-    }
-  } catch (const std::system_error &) {  // fewer threads do as well, none does not
-    if (threads.empty()) fail("the system refuses another thread");
-  }
-  for (auto &thread : threads) thread.join();
-  result->code = module.offset(result->code);
-  for (auto &b : blocks) pool.give(std::move(b));
+// Python starts a launch, waits for it in slices, so as to hear of Ctrl-C, and always finishes it.
+extern "C" {
+Run *sim_start(const Kernel *kernel, const Launch *launch, void *const *arguments) {
+  return new Run(*kernel, *launch, arguments);
+}
+int sim_wait(Run *run, int milliseconds) { return run->wait(std::chrono::milliseconds(milliseconds)); }
+void sim_finish(Run *run, Fault *fault) {
+  *fault = run->finish();
+  delete run;
+}
 }
 
 }  // namespace sim
+

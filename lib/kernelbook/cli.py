@@ -1,12 +1,13 @@
 """The command line: `python -m kernelbook COMMAND`. One function a command, its help text its docstring."""
 
 import argparse
+import functools
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from kernelbook import ROOT, __doc__, notebooks
+from kernelbook import ROOT, __doc__, notebooks, tables
 
 COMMANDS: dict[str, tuple[Callable, Callable]] = {}
 """Name of each command to its function and to the function that declares its arguments, in the order of --help."""
@@ -65,13 +66,27 @@ def report(options) -> int:
     return 0
 
 
+def _static_arguments(parser):
+    parser.add_argument("--target", nargs="+", metavar="NAME", dest="targets",
+                        help="such as sm_90a or gfx942 (default: all that can be compiled for here)")
+
+
+@command(_static_arguments)
+def static(options) -> int:
+    """Compile every kernel for every target, no GPU needed; print registers, spills and instructions per MAC."""
+    from kernelbook import backends, toolchain
+    from kernelbook.ops import grouped_gemm
+
+    sources = [*grouped_gemm.sources(), backends.Source("ceilings/memory.cu")]
+    print(toolchain.table(sources, options.targets), end="")
+    return 0
+
+
 @command()
 def readme(options) -> int:
     """Redraw the README's tables from the records in results/."""
-    from kernelbook import report
-
     path = ROOT / "README.md"
-    changed = report.update_readme(path, ROOT / "results")
+    changed = tables.update(path, tables.load())
     print(f"{path}: {'tables redrawn' if changed else 'already current'}")
     return 0
 
@@ -96,11 +111,13 @@ def clean_notebooks(options) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m kernelbook", description=__doc__)
+    layout = functools.partial(argparse.HelpFormatter, max_help_position=20, width=100)
+    top = argparse.ArgumentParser(prog="python -m kernelbook", description=__doc__, formatter_class=layout)
     top.add_argument("--debug", action="store_true", help="show where an error comes from")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     for name, (function, arguments) in COMMANDS.items():
-        entry = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+        entry = commands.add_parser(name, help=function.__doc__, description=function.__doc__,
+                                    formatter_class=layout)
         entry.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         arguments(entry)
         entry.set_defaults(function=function)

@@ -8,6 +8,7 @@ a cell runs, {"failed": "..."} where one stops the notebook. All other output be
 import json
 import logging
 import os
+import signal
 import sys
 import time
 
@@ -86,6 +87,8 @@ def main(job: str, events_fd: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     job = json.loads(job)
     papermill_engines.register("reporting", ReportingEngine)
+    # papermill leaves SIGTERM alone, and dies of it with all that was printed since the last save.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with os.fdopen(int(events_fd), "w", encoding="utf-8") as events:
         try:
             papermill.execute_notebook(
@@ -99,6 +102,9 @@ def main(job: str, events_fd: str) -> int:
         except CellTimeoutError as error:
             tell(events, failed=f"it ran for more than {job['cell_timeout_s']} s, the profile's cell_timeout_s")
             log.error("%s", error)
+            return 1
+        except KeyboardInterrupt:
+            log.error("told to end")
             return 1
         except Exception as error:
             tell(events, failed=f"{type(error).__name__}: {str(error).strip()}")

@@ -316,6 +316,8 @@ def _check_verdict(entry: dict, claim: claims.Claim, simulated: bool, measuremen
 def _put(entries: list[dict], entry: dict, key: tuple[str, ...], name: str) -> None:
     """Append, or replace the entry that has the same key."""
     for index, old in enumerate(entries):
+        if old == entry:
+            return
         if all(old[part] == entry[part] for part in key):
             warnings.warn(f"{name}: replaces the one recorded before", stacklevel=3)
             entries[index] = entry

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import jinja2
 import latex2mathml.converter
+import markupsafe
 import nbformat
 from bs4 import BeautifulSoup
 from nbconvert.exporters import HTMLExporter
+from nbconvert.filters.ansi import strip_ansi
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
-from nbconvert.filters.strings import strip_ansi
 from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
@@ -192,10 +193,10 @@ def _templates() -> jinja2.Environment:
     return templates
 
 
-def _style() -> jinja2.utils.markupsafe.Markup:
+def _style() -> markupsafe.Markup:
     light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("xcode", "github-dark"))
     css = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    return jinja2.utils.markupsafe.Markup(f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{css}")
+    return markupsafe.Markup(f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{css}")
 
 
 def _page(entry: Entry) -> str:
@@ -254,7 +255,7 @@ def _mathml(tex: str, display: str) -> str:
     try:
         return latex2mathml.converter.convert(tex.strip(), display=display)
     except Exception:  # its parser raises many kinds; a formula it cannot read is shown as written
-        return f"<code>{jinja2.utils.markupsafe.escape(tex)}</code>"
+        return f"<code>{markupsafe.escape(tex)}</code>"
 
 
 def _overwritten(text: str) -> str:
@@ -278,6 +279,8 @@ def _inert(html: str) -> str:
                 del element.attrs[name]
             elif name.lower() == "style":
                 element.attrs[name] = _STYLE_LOADS.sub("none", value)
-        if element.name == "style" and element.string:
+        if element.name == "img" and not element.get("src"):
+            element.decompose()
+        elif element.name == "style" and element.string:
             element.string = _STYLE_LOADS.sub("", element.string)
     return str(soup)

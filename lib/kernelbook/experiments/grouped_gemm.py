@@ -77,6 +77,14 @@ def random_strips(rng: np.random.Generator, n: int, k: int, group: int = 32, pre
     return formats.Strips(codes, scales, n, k, group, precision)
 
 
+def distinct(model: shapes.Inventory) -> list[shapes.Projection]:
+    """A model's projections, the first of each shape and its name: q stands for o too where both are square."""
+    first = {}
+    for p in model:
+        first.setdefault((p.n, p.k), p)
+    return list(first.values())
+
+
 # ---------------------------------------------------------------- one artifact, every backend (G15)
 
 def artifact(lab: Lab, inputs: Inputs, rows: int = 2) -> Finding:
@@ -290,47 +298,59 @@ def occupancy(m: int, projections: Iterable[shapes.Projection], group: int = 32)
     return table
 
 
-class _Bench:
-    """One weight matrix in enough copies to measure cold, with everything a timed call needs allocated before."""
+class _Weights:
+    """One random weight matrix on the device, in enough copies to be measured cold."""
 
-    def __init__(self, lab: Lab, n: int, k: int, precision: str, m: int, *, activations="float", remap=True,
-                 group: int = 32):
-        self.lab, self.m, self.n, self.k = lab, m, n, k
-        self.strips = random_strips(lab.rng(9, n, k), n, k, group, precision)
-        self.case = {"M": m, "N": n, "K": k, "group": group, "codes": precision}
-        self.variant = VARIANTS[activations] + ("" if remap else "_without_remap")
-        first = op.GroupedGemm(lab.backend, self.strips, activations, remap=remap)
+    def __init__(self, lab: Lab, p: shapes.Projection, precision: str, group: int = 32):
+        self.lab = lab
+        self.strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, group, precision)
+        first = op.GroupedGemm(lab.backend, self.strips)
         copies = measure.rotation(self.strips.nbytes, lab.backend.l2_bytes)
         self.gemms = [first] + [first.clone() for _ in range(copies - 1)]
-        x = lab.rng(10, m, k).standard_normal((m, k), np.float32)
-        self.x = lab.backend.array(x)
-        self.host_x, self.host_args = x, x
-        if activations == "int8":
-            self.host_args = formats.quantize_activations(x, group)
-            self.x = tuple(map(lab.backend.array, self.host_args))
-        self.out = lab.backend.empty((m, n), np.float32)
-        self.activations = activations
-        read = self.host_args if activations == "int8" else (x,)
-        self.nbytes = (k * n + 4 * n * self.strips.groups + sum(a.nbytes for a in read) + self.out.nbytes)
-        self.flop = 2 * m * n * k
+        # the outer columns, where a grid's tail is, for error checks that need not compute all of float64's product
+        keep = np.unique(np.r_[:min(256, p.n), max(0, p.n - 256):p.n])
+        self.columns = keep
+        self.sample = formats.pack(self.strips.codes[:, keep].T, self.strips.scales[:, keep].T, group, precision)
+
+    def x(self, m: int) -> np.ndarray:
+        return self.lab.rng(10, m, self.strips.k).standard_normal((m, self.strips.k), np.float32)
+
+
+class _Bench:
+    """A product of some rows with such weights, with everything a timed call needs allocated before."""
+
+    def __init__(self, weights: _Weights, m: int, activations: str = "float", remap: bool = True):
+        self.lab, self.weights, self.activations = weights.lab, weights, activations
+        s, backend = weights.strips, weights.lab.backend
+        self.m, self.strips = m, s
+        self.gemms = [gemm.using(activations, remap) for gemm in weights.gemms]
+        self.case = {"M": m, "N": s.n, "K": s.k, "group": s.group, "codes": s.precision}
+        self.variant = VARIANTS[activations] + ("" if remap else "_without_remap")
+        self.host_x = weights.x(m)
+        self.given = formats.quantize_activations(self.host_x, s.group) if activations == "int8" else (self.host_x,)
+        device = tuple(map(backend.array, self.given))
+        self.x = device if activations == "int8" else device[0]
+        self.out = backend.empty((m, s.n), np.float32)
+        self.nbytes = s.k * s.n + 4 * s.n * s.groups + sum(a.nbytes for a in self.given) + self.out.nbytes
+        self.flop = 2 * m * s.n * s.k
 
     def calls(self, cold: bool = True, **options):
         nsplit = options.get("nsplit") or self.gemms[0].choose_nsplit(self.m)
-        partial = self.lab.backend.empty((nsplit, self.m, self.n), np.float32) if nsplit > 1 else None
+        partial = self.lab.backend.empty((nsplit, self.m, self.strips.n), np.float32) if nsplit > 1 else None
         return [lambda g=g: g(self.x, out=self.out, partial=partial, **options)
                 for g in (self.gemms if cold else self.gemms[:1])]
 
-    def check(self, columns: int = 1024, **options) -> bool:
-        """Whether the output is within BOUND of float64, on the first and last columns; records the errors."""
+    def check(self, **options) -> bool:
+        """Whether the output is within BOUND of float64; records the errors."""
         self.out.fill(np.nan)
         self.gemms[0](self.x, out=self.out, **options)
-        keep = np.unique(np.r_[:min(columns, self.n), max(0, self.n - columns):self.n])
-        part = formats.pack(self.strips.codes[:, keep].T, self.strips.scales[:, keep].T, self.strips.group,
-                            self.strips.precision)
-        ref = (op.reference_int8(*self.host_args, part) if self.activations == "int8"
-               else op.reference(self.host_x, part))
-        out = self.lab.backend.numpy(self.out)[:, keep]
-        return self.lab.errors(KERNEL, self.variant, self.case | options, out, ref, BOUND).relative_frobenius <= BOUND
+        reference = op.reference_int8 if self.activations == "int8" else op.reference
+        out = self.lab.backend.numpy(self.out)
+        if not np.isfinite(out).all():
+            out[:, self.weights.columns] = np.nan
+        e = self.lab.errors(KERNEL, self.variant, self.case | options, out[:, self.weights.columns],
+                            reference(*self.given, self.weights.sample), BOUND)
+        return e.relative_frobenius <= BOUND
 
     def record(self, timing, cache="cold", **options):
         self.lab.time(KERNEL, self.variant, self.case | options, timing, cache, nbytes=self.nbytes, flop=self.flop)
@@ -347,7 +367,7 @@ def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: s
                          {"occupancy": table})
     times, rule_gain, from_best = {}, {}, {}
     for p in projections:
-        bench = _Bench(lab, p.n, p.k, precision, 1)
+        bench = _Bench(_Weights(lab, p, precision), 1)
         if not bench.check():
             continue
         groups = bench.strips.groups
@@ -355,14 +375,13 @@ def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: s
         nsplits = sorted({s for s in (1, 2, 4, 8, 16, 32, 64) if s <= groups} | {rule})
         timed = measure.device_times({s: bench.calls(nsplit=s) for s in nsplits})
         for nsplit, timing in timed.items():
-            bench.record(timing, nsplit=nsplit)
+            bench.record(timing, nsplit=nsplit, experiment="split sweep")
         times[p.name] = {"times": timed, "rule": rule, "N": p.n, "K": p.k}
         best = min(t.median for t in timed.values())
         rule_gain[p.name] = timed[1].median / timed[rule].median
         from_best[p.name] = timed[rule].median / best
     gain, gap = min(rule_gain.values()), max(from_best.values())
-    verdict = ("reproduced" if gain > 1.05 and gap <= 1.1 else "direction holds" if np.median(list(rule_gain.values())) > 1.05
-               else "not reproduced")
+    verdict = _speed_verdict(list(rule_gain.values()))
     worst = max(from_best, key=from_best.get)
     return Finding(
         "G05", verdict,
@@ -370,6 +389,15 @@ def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: s
         f"{max(rule_gain.values()):.2f} times as fast as no split, and within {gap - 1:.0%} of the best nsplit measured "
         f"(furthest on {worst}).", f"{gain:.2f}x to {max(rule_gain.values()):.2f}x over nsplit 1",
         data={"occupancy": table, "times": times})
+
+
+def _speed_verdict(gains: list[float], noise: float = 1.02) -> str:
+    """On a claim that something is faster, from the ratios over all cases."""
+    if min(gains) > noise:
+        return "reproduced"
+    if max(gains) < 1 / noise:
+        return "contradicted"
+    return "direction holds" if np.median(gains) > noise else "not reproduced"
 
 
 def launch_per_slice(lab: Lab, p: shapes.Projection, nsplit: int = 64, precision: str = "int8") -> Finding:
@@ -381,7 +409,7 @@ def launch_per_slice(lab: Lab, p: shapes.Projection, nsplit: int = 64, precision
         one, many = (lab.backend.numpy(gemm(x, nsplit=nsplit, launch_per_slice=each)) for each in (False, True))
         return not_timed("G06", f"With nsplit {nsplit}, one launch and {nsplit} launches give "
                          f"{_bits(np.array_equal(one, many))} here; what the launches cost needs a clock.")
-    bench = _Bench(lab, p.n, p.k, precision, 1)
+    bench = _Bench(_Weights(lab, p, precision), 1)
     nsplit = min(nsplit, bench.strips.groups)
     if not (bench.check(nsplit=nsplit) and bench.check(nsplit=nsplit, launch_per_slice=True)):
         return Finding("G06", "not reproduced", "a variant gives a wrong result, so its time does not count")
@@ -422,7 +450,8 @@ def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "
                          "needs a clock.")
     gains = {}
     for p in projections:
-        benches = {r: _Bench(lab, p.n, p.k, precision, 1, remap=r) for r in (True, False)}
+        weights = _Weights(lab, p, precision)
+        benches = {r: _Bench(weights, 1, remap=r) for r in (True, False)}
         if not all(b.check() for b in benches.values()):
             continue
         # equal slices as well as each form's own rule, so that the remap is not credited with another split
@@ -430,17 +459,14 @@ def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "
         timed = measure.device_times({"remap": benches[True].calls(nsplit=rule[True]),
                                       "no remap, same nsplit": benches[False].calls(nsplit=rule[True]),
                                       "no remap, own nsplit": benches[False].calls(nsplit=rule[False])})
-        benches[True].record(timed["remap"], nsplit=rule[True])
-        benches[False].record(timed["no remap, same nsplit"], nsplit=rule[True])
-        if rule[True] != rule[False]:
-            benches[False].record(timed["no remap, own nsplit"], nsplit=rule[False])
+        benches[True].record(timed["remap"], nsplit=rule[True], experiment="remap")
+        benches[False].record(timed["no remap, same nsplit"], nsplit=rule[True], experiment="remap, same nsplit")
+        benches[False].record(timed["no remap, own nsplit"], nsplit=rule[False], experiment="remap, own nsplit")
         gains[p.name] = {"times": timed, "same": timed["no remap, same nsplit"].median / timed["remap"].median,
                          "own": timed["no remap, own nsplit"].median / timed["remap"].median}
     same, own = ([g[how] for g in gains.values()] for how in ("same", "own"))
-    verdict = ("reproduced" if min(own) > 1.02 else "direction holds" if np.median(own) > 1.02 else
-               "contradicted" if max(own) < 0.98 else "not reproduced")
     return Finding(
-        "G07", verdict,
+        "G07", _speed_verdict(own),
         f"M = 1, cold, {len(gains)} projections: without the remap {min(same):.2f} to {max(same):.2f} times the time at the "
         f"same nsplit, {min(own):.2f} to {max(own):.2f} times at the nsplit that the rule gives it.",
         f"{min(own):.2f}x to {max(own):.2f}x", data=gains)
@@ -449,46 +475,42 @@ def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "
 # ---------------------------------------------------------------- times at every M, peers beside (no claim of its own)
 
 def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence[int],
-              precisions: Sequence[str] = PRECISIONS, with_peers: bool = True) -> list[dict]:
+              precisions: Sequence[str] = PRECISIONS, budget_s: float = 0.5) -> list[dict]:
     """Cold and warm times of both kernels and of every peer that imports, each after its error check.
 
     Rows of {projection, N, K, M, codes, variant, cache, timing, nbytes, flop}; a peer that fails or is wrong is recorded as
-    such and has no time.
+    such and has no time. budget_s: seconds of measuring a shape, precision and M, see measure.device_times.
     """
     table = []
-    known = peers.all_peers() if with_peers else []
+    known = peers.all_peers()
     for peer in known:
         if peer.missing:
             lab.record.measure(kernel=KERNEL, variant=peer.name, case={}, metric="time_us", value=None, unit="us",
                                status="skipped", reason=peer.missing)
     for p in projections:
         for precision in precisions:
-            prepared = _prepare_peers(lab, p, precision, known)
+            weights = _Weights(lab, p, precision)
+            prepared = _prepare_peers(lab, weights, known)
             for m in rows:
-                contenders, benches = {}, {}
+                contenders, nbytes = {}, {}
                 for activations in VARIANTS:
-                    bench = _Bench(lab, p.n, p.k, precision, m, activations=activations)
+                    bench = _Bench(weights, m, activations)
                     if bench.check():
-                        benches[bench.variant] = bench
+                        nbytes[bench.variant] = bench.nbytes
                         contenders[bench.variant, "cold"] = bench.calls()
                         contenders[bench.variant, "warm"] = bench.calls(cold=False)
-                for peer, (calls, strips) in prepared.items():
-                    x = lab.rng(10, m, p.k).standard_normal((m, p.k), np.float32)
-                    if _check_peer(lab, peer, calls[0], strips, x):
-                        given = peers.activations(peer, x)
+                for peer, calls in prepared.items():
+                    given = peers.activations(peer, weights.x(m))
+                    if _check_peer(lab, peer, calls[0], weights, given):
+                        nbytes[peer.name] = peer.weight_bytes(p.n, p.k, 32) + 2 * m * (p.k + p.n)
                         contenders[peer.name, "cold"] = [lambda c=c, given=given: c(given) for c in calls]
-                for (variant, cache), timing in measure.device_times(contenders).items():
+                for (variant, cache), timing in measure.device_times(contenders, budget_s=budget_s).items():
                     flop = 2 * m * p.n * p.k
-                    if variant in benches:
-                        nbytes = benches[variant].nbytes
-                        benches[variant].record(timing, cache)
-                    else:
-                        peer = next(q for q in known if q.name == variant)
-                        nbytes = peer.weight_bytes(p.n, p.k, 32) + 2 * m * (p.k + p.n)
-                        lab.time(KERNEL, variant, {"M": m, "N": p.n, "K": p.k, "group": 32, "codes": precision},
-                                 timing, cache, nbytes=nbytes, flop=flop)
+                    lab.time(KERNEL, variant, {"M": m, "N": p.n, "K": p.k, "group": 32, "codes": precision}, timing, cache,
+                             nbytes=nbytes[variant], flop=flop)
                     table.append({"projection": p.name, "N": p.n, "K": p.k, "M": m, "codes": precision,
-                                  "variant": variant, "cache": cache, "timing": timing, "nbytes": nbytes, "flop": flop})
+                                  "variant": variant, "cache": cache, "timing": timing, "nbytes": nbytes[variant],
+                                  "flop": flop})
     return table
 
 
@@ -512,34 +534,35 @@ def standings(table: list[dict]) -> list[dict]:
     return rows
 
 
-def _prepare_peers(lab, p, precision, known):
-    """Peer to (calls over copies, strips): those that serve this precision."""
+def _prepare_peers(lab, weights, known):
+    """Peer to its calls, one for each copy of the weights: those that serve this precision."""
     ready = {}
-    bits = {"int8": 8, "int4": 4}[precision]
-    strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, 32, precision)
+    s = weights.strips
+    bits = {"int8": 8, "int4": 4}[s.precision]
+    dense = s.dequantize()
     for peer in known:
         if peer.missing or peer.bits not in (bits, 16):
             continue
-        copies = measure.rotation(peer.weight_bytes(p.n, p.k, 32), lab.backend.l2_bytes)
+        copies = measure.rotation(peer.weight_bytes(s.n, s.k, s.group), lab.backend.l2_bytes)
         try:
-            ready[peer] = peer.prepare(strips.dequantize(), 32, copies), strips
+            ready[peer] = peer.prepare(dense, s.group, copies)
         except Exception as error:  # a peer's own failure must not cost the run
-            _peer_failed(lab, peer, {"N": p.n, "K": p.k, "codes": precision}, error)
+            _peer_failed(lab, peer, {"N": s.n, "K": s.k, "group": s.group, "codes": s.precision}, error)
     return ready
 
 
-def _check_peer(lab, peer, call, strips, x) -> bool:
+def _check_peer(lab, peer, call, weights, given) -> bool:
     """A peer rounds activations to 16 bits and quantizes by its own rule: within 1% for 8 bits, 15% for 4."""
-    case = {"M": len(x), "N": strips.n, "K": strips.k, "group": 32, "codes": strips.precision}
+    s = weights.strips
+    case = {"M": len(given), "N": s.n, "K": s.k, "group": s.group, "codes": s.precision}
     try:
-        out = call(peers.activations(peer, x)).float().cpu().numpy()
+        out = call(given).float().cpu().numpy()
     except Exception as error:  # as above
         _peer_failed(lab, peer, case, error)
         return False
-    keep = slice(0, 1024)
-    part = formats.pack(strips.codes[:, :strips.n][:, keep].T, strips.scales[:, :strips.n][:, keep].T, 32, strips.precision)
     bound = {16: 0.01, 8: 0.01, 4: 0.15}[peer.bits]
-    e = lab.errors(KERNEL, peer.name, case, out[:, keep], op.reference(x, part), bound)
+    e = lab.errors(KERNEL, peer.name, case, out[:, weights.columns],
+                   op.reference(weights.x(len(given)), weights.sample), bound)
     return e.relative_frobenius <= bound
 
 
@@ -561,7 +584,7 @@ def host_paths(lab: Lab, projections: Sequence[shapes.Projection], precision: st
     trip = lab.ceilings["round_trip_pinned"]
     table = {}
     for p in projections:
-        bench = _Bench(lab, p.n, p.k, precision, 1)
+        bench = _Bench(_Weights(lab, p, precision), 1)
         host = op.HostGemm(bench.gemms[0], 1)
         if not np.array_equal(host(bench.host_x), host.pageable(bench.host_x)):
             continue

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernelbook import formats
-from kernelbook.backends import Backend
+from kernelbook.backends import Backend, Source
 
 # The geometry compiled into kernels/grouped_gemm/split.h.
 THREADS_N, THREADS_M, COLUMNS = 64, 4, 4
@@ -52,6 +52,13 @@ def source(activations: str, group: int, remap: bool = True, keep_sums: bool = F
     if activations == "float":
         return "grouped_gemm/2_float_activations.cu", {"GROUP": group, "REMAP": int(remap)}
     return "grouped_gemm/1_int8_activations.cu", {"GROUP": group, "GROUP_SUMS": int(keep_sums)}
+
+
+def sources(group: int = 32) -> list[Source]:
+    """Every kernel of the family in every form, for static evidence."""
+    forms = [source("int8", group), source("int8", group, keep_sums=True), source("float", group),
+             source("float", group, remap=False), ("grouped_gemm/3_reduce_splits.cu", {})]
+    return [Source(*form) for form in forms]
 
 
 def _check_array(backend, array, what, shape, dtype, align):
@@ -94,16 +101,25 @@ class GroupedGemm:
             raise ValueError(f"N = {strips.n} columns; the kernels index at most {MAX_COLUMNS}")
         self.backend = backend
         self.strips = strips
+        self._codes = backend.array(strips.codes)
+        self._scales = backend.array(strips.scales)
+        self._partial = self.sums = None
+        self._choose_kernel(activations, remap, keep_sums)
+
+    def _choose_kernel(self, activations, remap, keep_sums):
         self.activations = activations
         self.remap = remap and activations == "float"
         self.keep_sums = keep_sums
-        self.sums = None
-        self._codes = backend.array(strips.codes)
-        self._scales = backend.array(strips.scales)
-        self._partial = None
-        module = backend.compile(*source(activations, strips.group, self.remap, keep_sums))
+        module = self.backend.compile(*source(activations, self.strips.group, self.remap, keep_sums))
         self._gemm = module.kernel(f"grouped_gemm_{activations}")
-        self._reduce = backend.compile("grouped_gemm/3_reduce_splits.cu").kernel("reduce_splits")
+        self._reduce = self.backend.compile("grouped_gemm/3_reduce_splits.cu").kernel("reduce_splits")
+
+    def using(self, activations: str, remap: bool = True) -> "GroupedGemm":
+        """The same weights, at the same place on the device, for another kernel."""
+        other = copy(self)
+        other._partial = other.sums = None
+        other._choose_kernel(activations, remap, keep_sums=False)
+        return other
 
     def clone(self) -> "GroupedGemm":
         """The same weights at other addresses on the device, for measurements that must miss the cache."""

@@ -161,3 +161,9 @@ __device__ int deep(int n) {
 }
 extern "C" __global__ void stack_overflow(int *out, int bad) { out[threadIdx.x] = deep(bad ? 100000 : 3); }
 GPU_KERNEL(stack_overflow)
+
+extern "C" __global__ void waits_forever(volatile int *flag, int bad) {  // as for a block that has failed
+  if (bad && blockIdx.x == 1) __shfl_sync(1, 0, 0);
+  while (blockIdx.x == 0 && *flag == 0) {}
+}
+GPU_KERNEL(waits_forever)
