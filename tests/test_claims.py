@@ -1,4 +1,5 @@
 import pytest
+
 from kernelbook import claims
 
 CLAIM = '[[claim]]\nid = "A01"\nkind = "speed"\nsays = "fast"\ncheck = "time it"\n'

@@ -2,6 +2,7 @@ import json
 
 import nbformat
 import pytest
+
 from kernelbook import notebooks
 
 PARAMETERS = ('draws: int = 3  # how many\nscale: float = 1  # of the weights\nname: str = "a b"  # shown\n'

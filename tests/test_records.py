@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from kernelbook import claims, records
 
 ARTICLE = """title = "An article"

@@ -156,7 +156,7 @@ def test_runs_in_the_same_second_get_folders_of_their_own(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="cannot write runs to .*file"):
         runner.run([], "smoke", tmp_path / "file")
 
 

@@ -175,7 +175,12 @@ def _new_folder(parent: Path, profile: str) -> Path:
     """A folder that no other run has, though it start in the same second, and the link `latest` to it."""
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{profile}"
     parent = parent.absolute()
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise OSError(f"cannot write runs to {parent} ({error.strerror}); choose another folder with --out") from error
     for suffix in ["", *(f"-{i}" for i in range(2, 100))]:
         folder = parent / f"{name}{suffix}"
         try:
@@ -207,7 +212,8 @@ def _execute(job: Job, folder: Path, progress: "_Progress") -> str | None:
     with tempfile.TemporaryDirectory(prefix="kernelbook-") as scratch, open(log, "wb") as log_file:
         command = [sys.executable, "-m", "kernelbook.execute", json.dumps({
             "notebook": str(job.notebook), "output": str(output), "folder": str(work),
-            "parameters": {**job.parameters, notebooks.RECORD: str(record)},
+            # Relative, so that a published page does not tell where it was made.
+            "parameters": {**job.parameters, notebooks.RECORD: os.path.relpath(record, work)},
             "cell_timeout_s": job.cell_timeout_s}), str(write_end)]
         package = str(Path(records.__file__).parents[1])
         environment = {

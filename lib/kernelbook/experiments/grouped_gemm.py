@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
-from kernelbook import backends, formats, measure, peers, shapes, smollm2, stats, toolchain
+from kernelbook import backends, counters, formats, measure, peers, shapes, smollm2, stats, toolchain
 from kernelbook.experiments import Finding, Lab, not_timed
 from kernelbook.ops import grouped_gemm as op
 
@@ -267,6 +267,7 @@ def transactions(lab: Lab) -> Finding:
         rows += toolchain.evidence(backends.Source(file, defines), targets)
     lanes = np.arange(32)
     per_load = {"codes": sectors(lanes * op.COLUMNS), "activation": sectors(np.zeros(32, int))}
+    counted = _count_sectors(lab)
     for row in rows:
         for metric in ("registers", "spill_bytes", "shared_bytes", "instructions_per_mac"):
             if row.get(metric) is not None:
@@ -275,14 +276,52 @@ def transactions(lab: Lab) -> Finding:
     # 32 loads of four codes a group; activations and the group's scales come on top
     nvidia = [row for row in rows if row["target"].startswith("sm_")]
     narrow = [row["target"] for row in nvidia if row["global_loads"].get("32", 0) < 32]
-    good = per_load == {"codes": 4, "activation": 1} and not narrow
+    agree = all(abs(c["measured"] - c["predicted"]) < 0.02 for c in counted.values()) if isinstance(counted, dict) else True
+    good = per_load == {"codes": 4, "activation": 1} and not narrow and agree
+    words = (f"Counters were not read ({counted})." if isinstance(counted, str) else "Hardware counters: " + "; ".join(
+        f"{name} {c['measured']:.2f} sectors a load request on average, {c['predicted']:.2f} follow from the mapping, "
+        f"{c['efficiency']:.0f}% of the bytes moved are used" for name, c in counted.items()) + ".")
     return Finding(
         "G02", "reproduced" if good else "contradicted",
         f"A warp's load of codes covers 32 x {op.COLUMNS} contiguous bytes from a 128-byte line of the strips: "
         f"{per_load['codes']} sectors of 32 bytes, all of them used; its load of an activation is one address, "
         f"{per_load['activation']} sector. The machine code for {len({r['target'] for r in nvidia})} NVIDIA targets "
-        f"{'has the 4-byte loads that this needs' if not narrow else 'has no 4-byte loads on ' + ', '.join(narrow)}.",
+        f"{'has the 4-byte loads that this needs' if not narrow else 'has no 4-byte loads on ' + ', '.join(narrow)}. {words}",
         f"{per_load['codes']} sectors a request for codes, {per_load['activation']} for an activation", data=rows)
+
+
+def _count_sectors(lab: Lab) -> dict[str, dict] | str:
+    """Sectors a load request by the hardware's counters and by the mapping, for each kernel; or why not."""
+    if not lab.timed:
+        return "no GPU"
+    code = f"from kernelbook.experiments import grouped_gemm as g; g.launch_each({lab.seed})"
+    try:
+        found = counters.read(code, [counters.SECTORS_PER_REQUEST, counters.LOAD_EFFICIENCY])
+    except backends.BackendUnavailable as unavailable:
+        return str(unavailable)
+    # of a group: 32 loads of codes, 32 of activations (one sector), the four scales of each lane, and with int8
+    # activations the one scale of the row
+    group, scales = 32, sectors(np.arange(32) * 16, 16)
+    loads = group * sectors(np.arange(32) * op.COLUMNS) + group
+    predicted = {"grouped_gemm_float": (loads + scales) / (2 * group + 1),
+                 "grouped_gemm_int8": (loads + scales + 1) / (2 * group + 2)}
+    result = {}
+    for kernel, expected in predicted.items():
+        measured, efficiency = found[kernel][counters.SECTORS_PER_REQUEST], found[kernel][counters.LOAD_EFFICIENCY]
+        result[kernel] = {"measured": measured, "predicted": expected, "efficiency": efficiency}
+        lab.record.measure(kernel=KERNEL, variant=kernel, case={"M": 4, "N": 2048, "K": 2048, "group": group},
+                           metric="sectors_per_load_request", value=measured, unit="1")
+    return result
+
+
+def launch_each(seed: int) -> None:
+    """Launch both kernels once on full tiles: what a profiler looks at."""
+    backend, rng = backends.get("cuda"), np.random.default_rng(seed)
+    gemm = op.GroupedGemm(backend, random_strips(rng, 2048, 2048))
+    x = rng.standard_normal((4, 2048), np.float32)
+    gemm(backend.array(x))
+    gemm.using("int8")(tuple(map(backend.array, formats.quantize_activations(x))))
+    backend.synchronize()
 
 
 # ---------------------------------------------------------------- filling the device (G05, G06, G07)
