@@ -3,6 +3,7 @@
 # make test       lint and tests
 # make lab        JupyterLab on the collection
 # make static     what the compilers make of every kernel, for every target, no GPU needed
+# make sanitize   the kernels' tests under compute-sanitizer, on a machine with an NVIDIA GPU
 # make setup      only the set-up that the others do first: a virtual environment in .venv
 # make clean      remove .venv and the cache of compiled kernels; runs/ stays
 #
@@ -19,7 +20,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup reproduce test lab static clean
+.PHONY: help setup reproduce test lab static sanitize clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -51,6 +52,10 @@ lab: $(READY)
 
 static: $(READY)
 	$(PY) -m kernelbook static $(ARGS)
+
+sanitize: $(READY)
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) -m pytest -m gpu tests/ops --timeout 0 || exit 1; done
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

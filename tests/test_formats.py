@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+
 from kernelbook import formats
 from kernelbook.formats import Strips
 

@@ -1,4 +1,5 @@
 import pytest
+
 from kernelbook import shapes
 
 

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from kernelbook import formats, shapes, smollm2
 
 needs_model = pytest.mark.skipif(importlib.util.find_spec(smollm2.PACKAGE) is None,

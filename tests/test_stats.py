@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from kernelbook.stats import Errors, errors, quantiles, ulp_difference
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kernelbook import ROOT, tables
+from kernelbook import ROOT, readme, tables
 
 MEASUREMENTS = [
     {"metric": "time_us", "variant": "ours", "case": {"M": 1, "N": 64}, "value": 12.3456},
@@ -47,9 +47,18 @@ def test_faulty_markers(decode, text, message):
         tables.redraw(text, decode)
 
 
-def test_the_readme_is_current():
-    readme, results = ROOT / "README.md", tables.load()
-    if not (readme.exists() and results):
-        pytest.skip("no README or no committed records")
-    text = readme.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_a_page_is_current(page):
+    text, results = (ROOT / page).read_text(encoding="utf-8"), tables.load()
+    if not results:
+        pytest.skip("no committed records")
     assert tables.redraw(text, results) == text, "run `python -m kernelbook readme`"
+    assert len(text.splitlines()) < 150
+
+
+def test_the_picture_is_current():
+    results = tables.load()
+    if not results:
+        pytest.skip("no committed records")
+    drawn = (tables.RESULTS / readme.DEVICE / readme.PICTURE).read_text(encoding="utf-8")
+    assert readme.picture(results) == drawn, "run `python -m kernelbook readme`"

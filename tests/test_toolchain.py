@@ -6,6 +6,7 @@ import textwrap
 import threading
 
 import pytest
+
 from kernelbook import toolchain
 from kernelbook.backends import BackendUnavailable, CompileError, Source
 

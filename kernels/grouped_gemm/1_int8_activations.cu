@@ -8,6 +8,7 @@
 // boundaries (blockIdx.z) therefore changes no integer, only the order of the float additions that follow.
 //
 //   GROUP        codes that share a scale
+//   CARRY        1: the sum over groups carries its rounding errors along
 //   GROUP_SUMS   1: also write each group's integer sum to sums[M][groups][N], to look at that partition
 #include "split.h"
 

@@ -5,6 +5,7 @@
 // With one row (decode), threads along m would have no row to work on. REMAP gives them columns instead.
 //
 //   GROUP   codes that share a scale
+//   CARRY   1: the sum over groups carries its rounding errors along
 //   REMAP   1: with M = 1 the whole block lies along n;  0: three of four threads leave at once
 #include "split.h"
 

@@ -15,14 +15,14 @@ __device__ __forceinline__ Slice slice_of(int groups, int nsplit, int z) {
   return {begin, begin + base + (z < rest ? 1 : 0)};
 }
 
-// Adds a term to a running sum and carries the rounding error along (Neumaier's branch is not needed: what the carry
-// loses when the term is the larger of the two is of the order of the float's own last bit). Thousands of groups then
-// add up as well as a handful, at three additions a group and column.
+// A running sum over groups. With CARRY it takes along what each addition rounds away (Kahan's sum), and hundreds of groups
+// add up as well as a handful, at three more additions a group and column. The article's kernel has no carry.
 struct Sum {
   float value = 0.f, carry = 0.f;
   __device__ __forceinline__ void add(float term) {
-    const float y = __fadd_rn(term, -carry), t = __fadd_rn(value, y);
-    carry = __fadd_rn(__fadd_rn(t, -value), -y);
+    const float y = CARRY ? __fadd_rn(term, -carry) : term;
+    const float t = __fadd_rn(value, y);
+    if (CARRY) carry = __fadd_rn(__fadd_rn(t, -value), -y);
     value = t;
   }
 };

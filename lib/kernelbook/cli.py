@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from kernelbook import ROOT, __doc__, notebooks, tables
+from kernelbook import __doc__, notebooks
 
 COMMANDS: dict[str, tuple[Callable, Callable]] = {}
 """Name of each command to its function and to the function that declares its arguments, in the order of --help."""
@@ -84,10 +84,10 @@ def static(options) -> int:
 
 @command()
 def readme(options) -> int:
-    """Redraw the README's tables from the records in results/."""
-    path = ROOT / "README.md"
-    changed = tables.update(path, tables.load())
-    print(f"{path}: {'tables redrawn' if changed else 'already current'}")
+    """Redraw the README's tables and picture from the records in results/."""
+    from kernelbook import readme
+
+    print(f"README.md: {'redrawn' if readme.update() else 'already current'}")
     return 0
 
 

@@ -3,8 +3,11 @@
 Optional: many machines lack ncu, or the right to read counters; `read` says which. Clocks are left alone.
 """
 
+import contextlib
 import csv
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -25,22 +28,38 @@ def read(code: str, metrics: list[str], timeout_s: float = 120) -> dict[str, dic
         raise BackendUnavailable("ncu, NVIDIA's counter reader, is not on PATH; it comes with the CUDA toolkit")
     command = [ncu, "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(metrics),
                sys.executable, "-c", code]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        raise BackendUnavailable(f"ncu did not end within {timeout_s:g} s") from error
-    found = parse(done.stdout)
-    if done.returncode or not found:
-        words = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line] or [done.stderr.strip()]
-        raise BackendUnavailable(f"ncu could not read counters: {words[0][:200]}")
+    # a session of their own, so that an ncu that hangs does not leave the program it watches on the GPU
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise BackendUnavailable(f"ncu did not end within {timeout_s:g} s") from error
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    found = parse(out)
+    if process.returncode or not found:
+        named = [line for line in (out + errors).splitlines() if "==ERROR==" in line]
+        words = named[0] if named else errors.strip() or f"exit code {process.returncode}, and no figures"
+        raise BackendUnavailable(f"ncu could not read counters: {words[:200]}")
+    for kernel, values in found.items():
+        for metric in metrics:
+            if metric not in values:
+                raise BackendUnavailable(f"ncu gave no value of {metric} for {kernel}")
     return found
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
-    """ncu's --csv output, with whatever chatter stands before its header, as {kernel: {metric: value}}."""
+    """ncu's --csv output, with whatever chatter stands around it, as {kernel: {metric: value}}.
+
+    Where ncu has no figure ("n/a", which it gives for a metric that the GPU lacks), neither has the result.
+    """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     found: dict[str, dict[str, float]] = {}
-    for row in csv.DictReader(lines[start:]):
-        found.setdefault(row["Kernel Name"], {})[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+        figures = found.setdefault(row["Kernel Name"], {})
+        with contextlib.suppress(ValueError):
+            figures[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
     return found

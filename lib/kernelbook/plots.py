@@ -1,5 +1,8 @@
-"""Figures of the notebooks. Each function returns a Figure: an inline SVG with a description for those who cannot see it,
-whose text takes the page's own colour, so that it reads on a light and on a dark page."""
+"""Figures of the notebooks.
+
+Each function returns a Figure: an inline SVG with a description for those who cannot see it, whose text takes the
+page's own colour, so that it reads on a light and on a dark page.
+"""
 
 import io
 import re
@@ -17,12 +20,13 @@ from kernelbook.backends import Source
 _INK = "#010203"  # stands for the page's text colour until the SVG is written
 _COLOURS = ("#2a78b8", "#d9822b", "#3a9a5b", "#b5499a", "#8a6d3b", "#7a7f87")
 _STYLE = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 9.5, "axes.titleweight": "bold",
+    "svg.fonttype": "none", "svg.hashsalt": "kernelbook", "font.family": "sans-serif", "font.size": 9,
+    "axes.titlesize": 9.5, "axes.titleweight": "bold", "legend.frameon": False,
     "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": "#888888",
-    "axes.axisbelow": True, "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
-    "savefig.facecolor": "none", "axes.prop_cycle": matplotlib.cycler(color=_COLOURS), "lines.linewidth": 1.6,
-    "lines.markersize": 4,
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.alpha": 0.25, "grid.color": "#888888", "axes.axisbelow": True,
+    "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+    "axes.prop_cycle": matplotlib.cycler(color=_COLOURS), "lines.linewidth": 1.6, "lines.markersize": 4,
 }
 
 
@@ -41,7 +45,8 @@ class Figure:
                 f'</div><figcaption style="font-size: .85em; opacity: .8">{escape(self.alt)}</figcaption></figure>')
 
 
-def _figure(draw, alt: str, columns: int = 1, rows: int = 1, width: float = 7.6, height: float = 3.0, **options) -> Figure:
+def _figure(draw, alt: str, columns: int = 1, rows: int = 1, width: float = 7.6, height: float = 3.0,
+            **options) -> Figure:
     """Run `draw(axes)` on a grid of axes in the common style."""
     with matplotlib.rc_context(_STYLE):
         canvas = Canvas(figsize=(width, height), layout="constrained")
@@ -50,8 +55,15 @@ def _figure(draw, alt: str, columns: int = 1, rows: int = 1, width: float = 7.6,
         canvas.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg"):].replace(_INK, "currentColor")
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 style="max-width: 100%; height: auto"', svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"',
+                 rf'\1 style="width: {width * 96:.0f}px; max-width: 100%; height: auto"', svg, count=1)
     return Figure(svg, alt)
+
+
+def standalone(figure: Figure) -> str:
+    """A figure as an SVG file that chooses its text colour by the reader's colour scheme, for use outside a page."""
+    style = "<style>svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } }</style>"
+    return re.sub(r"(<svg[^>]*>)", rf"\1{style}", figure.svg, count=1) + "\n"
 
 
 def _grid(count: int, across: int = 4) -> dict:
@@ -83,7 +95,8 @@ def ceilings(found: Iterable) -> Figure:
             ax.grid(axis="y", visible=False)
 
     words = "; ".join(f"{c.name.replace('_', ' ')} {c.value:,.3g} {c.unit}" for c in found)
-    return _figure(draw, f"Measured ceilings: {words}.", columns=len(units), height=2.4, width=3.2 * max(2, len(units)))
+    return _figure(draw, f"Measured ceilings: {words}.", columns=len(units),
+                   height=0.9 + 0.3 * max(sum(c.unit == u for c in found) for u in units), width=2.8 * len(units))
 
 
 def mapping(threads_n: int, threads_m: int, columns: int, remap: bool) -> Figure:
@@ -122,7 +135,8 @@ def selftest(worst: dict[tuple, float], bound: float) -> Figure:
                 ax.loglog(*zip(*points, strict=True), "o-", label=f"{codes} codes")
             ax.axhline(bound, ls="--", color="#c03434", lw=1)
             ax.annotate(f"bound {bound:g}", (1, bound), va="bottom", color="#c03434")
-            ax.set(title=f"{activations} activations", xlabel="M", ylim=(None, bound * 4))
+            ax.set(title=f"{activations} activations", xlabel="M",
+                   ylim=(min(worst.values()) / 1.5, bound * 4))
         axes[0].set_ylabel("worst relative Frobenius error")
         axes[0].legend()
 
@@ -147,14 +161,14 @@ def ulps(data: dict[int, np.ndarray]) -> Figure:
         axes[0].grid(False)
 
     changed = max(float((d > 0).mean()) for d in data.values())
-    return _figure(draw, f"Distance in ulp from the output at nsplit 1: another split changes up to {changed:.0%} of the "
-                   "outputs, most of them by a few ulp.", height=2.8)
+    return _figure(draw, f"Distance in ulp from the output at nsplit 1: another split changes up to {changed:.0%} of "
+                   "the outputs, most of them by a few ulp.", height=2.8)
 
 
 def occupancy(table: list[dict], target: int) -> Figure:
     """Blocks of each projection's grid at M = 1, without and with the split rule."""
     def draw(axes):
-        names = [f"{r['projection']}\n{r['N']} x {r['K']}" for r in table]
+        names = [f"{r['projection']}\n{r['N']}\nx {r['K']}" for r in table]
         place = np.arange(len(names))
         axes[0].bar(place - 0.2, [r["blocks"] for r in table], 0.4, label="x-y grid alone")
         axes[0].bar(place + 0.2, [r["blocks with split"] for r in table], 0.4, label="with the split rule")
@@ -176,7 +190,7 @@ def split_sweep(times: dict[str, dict]) -> Figure:
             ax.errorbar(splits, [t.median for t in timings], yerr=[[t.median - t.p10 for t in timings],
                                                                    [t.p90 - t.median for t in timings]], fmt="o-")
             ax.plot(entry["rule"], entry["times"][entry["rule"]].median, "D", ms=8, mfc="none", color="#c03434")
-            ax.set(xscale="log", yscale="log", title=f"{name} {entry['N']} x {entry['K']}", xticks=splits)
+            ax.set(xscale="log", yscale="log", title=name, xticks=splits)
             ax.set_xticks([], minor=True)
             ax.set_xticklabels([str(s) for s in splits], rotation=60)
             ax.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
@@ -200,7 +214,8 @@ def row_sweep(table: list[dict]) -> Figure:
     def draw(axes):
         for ax, shape in zip(axes, shapes, strict=False):
             for i, (variant, rows) in enumerate(_by_variant(cold).items()):
-                points = sorted((r["M"], r["timing"].median) for r in rows if (r["projection"], r["N"], r["K"]) == shape)
+                points = sorted((r["M"], r["timing"].median) for r in rows
+                                if (r["projection"], r["N"], r["K"]) == shape)
                 if points:
                     ax.loglog(*zip(*points, strict=True), "o-" if variant[0].isdigit() else "s--",
                               label=variant.replace("_", " "), color=_COLOURS[i % len(_COLOURS)])
@@ -246,8 +261,10 @@ def call_anatomy(table: dict[str, dict]) -> Figure:
             whole = np.array([r[path].median for r in table.values()])
             place = np.arange(len(names)) + offset
             axes[0].bar(place, kernel, 0.36, color=_COLOURS[0], label="kernel" if path == "pinned" else None)
-            axes[0].bar(place, whole - kernel, 0.36, bottom=kernel, color=colour, label=f"copies, launch, synchronize: {path}")
-        axes[0].set(xticks=range(len(names)), xticklabels=names, ylabel="us a call")
+            axes[0].bar(place, whole - kernel, 0.36, bottom=kernel, color=colour,
+                        label=f"copies, launch, synchronize: {path}")
+        axes[0].set(xticks=range(len(names)), xticklabels=[n.replace(" ", "\n", 1) for n in names],
+                    ylabel="us a call")
         axes[0].legend()
 
     shares = ", ".join(f"{name} {r['fixed share']:.0%}" for name, r in table.items())
@@ -291,7 +308,7 @@ def error_distribution(rows: list[dict]) -> Figure:
         axes[0].legend()
 
     medians = {a: np.median([r["total"] for r in rows if r["activations"] == a]) for a in ("float", "int8")}
-    return _figure(draw, f"Errors against float64 on unrounded activations: median relative Frobenius over the products "
+    return _figure(draw, "Errors against float64 on unrounded activations: median relative Frobenius over the products "
                    f"{medians['float']:.1e} with float activations, {medians['int8']:.1e} with int8.",
                    columns=len(precisions), sharey=True)
 
@@ -319,15 +336,16 @@ class Table:
     columns: list[str]
 
     def __repr__(self):
-        return "\n".join(["  ".join(self.columns)] + ["  ".join(_cell(row.get(c)) for c in self.columns) for row in self.rows])
+        lines = [self.columns] + [[_cell(row.get(c)) for c in self.columns] for row in self.rows]
+        return "\n".join("  ".join(line) for line in lines)
 
     def _repr_html_(self):
         head = "".join(f"<th>{escape(c.replace('_', ' '))}</th>" for c in self.columns)
         body = "".join("<tr>" + "".join(
             f'<td style="text-align: {"right" if _is_number(row.get(c)) else "left"}">{escape(_cell(row.get(c)))}</td>'
             for c in self.columns) + "</tr>" for row in self.rows)
-        return (f'<div style="overflow-x: auto"><table class="dataframe"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
-                "</table></div>")
+        return (f'<div style="overflow-x: auto"><table class="dataframe"><thead><tr>{head}</tr></thead>'
+                f"<tbody>{body}</tbody></table></div>")
 
 
 def table(rows: Iterable[dict], columns: list[str] | None = None) -> Table:

@@ -95,7 +95,8 @@ def test_runs_repeat_to_the_bit_and_slices_may_be_launched_alone(backend):
 
 def test_remap_changes_no_bit(backend):
     s, x = strips(1500, 256), normal(1, 256)
-    outs = [backend.numpy(op.GroupedGemm(backend, s, remap=remap)(backend.array(x), nsplit=4)) for remap in (True, False)]
+    outs = [backend.numpy(op.GroupedGemm(backend, s, remap=remap)(backend.array(x), nsplit=4))
+            for remap in (True, False)]
     assert np.array_equal(*outs)
 
 
@@ -237,7 +238,8 @@ def test_bad_input_is_refused_before_a_launch(backend):
         (ValueError, "nsplit = 3", lambda: gemm(x, nsplit=3, out=untouched)),
         (ValueError, "nsplit = 0", lambda: gemm(x, nsplit=0, out=untouched)),
         (ValueError, r"out has shape \(1, 8\)", lambda: gemm(x, out=untouched[:1])),
-        (ValueError, "partial has shape", lambda: gemm(x, nsplit=2, out=untouched, partial=backend.empty((1, 2, 8), "f4"))),
+        (ValueError, "partial has shape",
+         lambda: gemm(x, nsplit=2, out=untouched, partial=backend.empty((1, 2, 8), "f4"))),
         (ValueError, "multiple of 16", lambda: gemm(x, out=backend.empty(17, np.float32)[1:].reshape(2, 8))),
         (TypeError, "a pair", lambda: op.GroupedGemm(backend, s, "int8")(x)),
         (TypeError, "x codes", lambda: op.GroupedGemm(backend, s, "int8")((x, x))),

@@ -48,7 +48,7 @@ class Backend(Protocol):
         """The kernels of a file; kept, so that compiling the same text again costs nothing. Raises CompileError."""
 
     def array(self, host: Any) -> Any:
-        """A contiguous copy on the device of a NumPy array (or of anything np.asarray takes)."""
+        """A contiguous copy on the device of a NumPy array, of anything np.asarray takes, or of a device array."""
 
     def empty(self, shape: tuple | int, dtype: Any) -> Any:
         """An array on the device with every byte 0xFF: NaN as a float, -1 as an integer."""

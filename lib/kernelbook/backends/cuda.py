@@ -6,15 +6,6 @@ from kernelbook import toolchain
 from kernelbook.backends import BackendUnavailable, Source
 
 
-def device_count() -> int:
-    """NVIDIA GPUs that CuPy can use here; 0 where CuPy, a driver or a device is missing."""
-    try:
-        import cupy
-        return cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # CuPy's own error types cannot be named where it does not import
-        return 0
-
-
 class CudaBackend:
     """The current CUDA device. Raises BackendUnavailable where there is none. See backends.Backend."""
 
@@ -25,7 +16,7 @@ class CudaBackend:
     def __init__(self):
         try:
             import cupy
-        except ImportError as error:
+        except Exception as error:  # a CuPy that does not fit the machine may fail in any way it likes
             raise BackendUnavailable(f"cupy does not import ({error}); pip install cupy-cuda12x, or cupy-cuda13x "
                                      "beside a CUDA 13 driver") from error
         try:
@@ -52,7 +43,7 @@ class CudaBackend:
         return self._modules[source.hash]
 
     def array(self, host):
-        return self.xp.array(np.ascontiguousarray(host))
+        return self.xp.array(host, order="C")
 
     def empty(self, shape, dtype):
         array = self.xp.empty(shape, dtype)

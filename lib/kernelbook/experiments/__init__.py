@@ -2,8 +2,8 @@
 a Finding, its data for the notebook's plots and its judgement of a claim.
 
 A claim with a figure is "reproduced" where the figure comes out within a factor of two, and "direction holds" where
-only its sign does. A claim without a figure is reproduced where it holds on every case, and its direction holds where it
-does on most.
+only its sign does. A claim without a figure is reproduced where it holds on every case, and its direction holds where
+it does on most.
 """
 
 from dataclasses import dataclass, field
@@ -118,14 +118,16 @@ def summary(environment: dict) -> dict[str, str]:
     versions = ", ".join(f"{name} {e['packages'][name]}" for name in ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x")
                          if name in e["packages"])
     return {"device": e["device"] + (" (simulated, not timed)" if e["simulated"] else ""),
-            "driver": e["driver"] or "none", "clocks": ", ".join(f"{k} {v}" for k, v in clocks.items()) if clocks else "-",
+            "driver": e["driver"] or "none",
+            "clocks": ", ".join(f"{k} {v}" for k, v in clocks.items()) if clocks else "-",
             "NVRTC": e["cuda"]["nvrtc"] or "none", "CPU": f"{e['cpu']['model']}, {e['cpu']['cores']} cores",
             "Python": f"{e['python']}; {versions}",
             "commit": f"{(e['commit'] or 'unknown')[:12]}{', with local changes' if e['dirty'] else ''}"}
 
 
 def check_copy(lab: Lab, words: int = 1003) -> str:
-    """Whether the memory kernels do what their bandwidths are measured for: every word copied, none written by a read."""
+    """Whether the memory kernels do what their bandwidths are measured for: every word copied, none written by a read.
+    """
     data = lab.rng(0).integers(0, 2**32, (words, 4), np.uint32)
     module = lab.backend.compile("ceilings/memory.cu")
     source, sink = lab.backend.array(data), lab.backend.empty((words, 4), np.uint32)

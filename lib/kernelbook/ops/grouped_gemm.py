@@ -1,4 +1,6 @@
-"""Grouped-quantized GEMM: out[m, n] = sum over groups of w_scale[g, n] * (sum over k in the group of a[m, k] * w[k, n]).
+"""Grouped-quantized GEMM: the sum of every group of K is finished, then scaled, then added to the output.
+
+    out[m, n] = sum over groups g of  w_scale[g, n] * (sum over k in g of  a[m, k] * w[k, n])
 
 The weights are strips (`kernelbook.formats.Strips`). From the device upward:
 
@@ -47,17 +49,20 @@ def choose_nsplit(m: int, n: int, groups: int, remap: bool = True) -> int:
     return max(1, min(nsplit, PARTIAL_CAP_BYTES // max(1, m * n * 4)))
 
 
-def source(activations: str, group: int, remap: bool = True, keep_sums: bool = False) -> tuple[str, dict]:
-    """File below kernels/ and constants of the kernel for "float" or "int8" activations."""
+def source(activations: str, group: int, *, remap: bool = True, carry: bool = True,
+           keep_sums: bool = False) -> tuple[str, dict]:
+    """File below kernels/ and constants of the kernel for "float" or "int8" activations, as GroupedGemm takes them."""
+    constants = {"GROUP": group, "CARRY": int(carry)}
     if activations == "float":
-        return "grouped_gemm/2_float_activations.cu", {"GROUP": group, "REMAP": int(remap)}
-    return "grouped_gemm/1_int8_activations.cu", {"GROUP": group, "GROUP_SUMS": int(keep_sums)}
+        return "grouped_gemm/2_float_activations.cu", constants | {"REMAP": int(remap)}
+    return "grouped_gemm/1_int8_activations.cu", constants | {"GROUP_SUMS": int(keep_sums)}
 
 
 def sources(group: int = 32) -> list[Source]:
     """Every kernel of the family in every form, for static evidence."""
     forms = [source("int8", group), source("int8", group, keep_sums=True), source("float", group),
-             source("float", group, remap=False), ("grouped_gemm/3_reduce_splits.cu", {})]
+             source("float", group, remap=False), source("float", group, carry=False),
+             ("grouped_gemm/3_reduce_splits.cu", {})]
     return [Source(*form) for form in forms]
 
 
@@ -83,12 +88,13 @@ class GroupedGemm:
     backend: where it runs.  strips: the weights [K, N]; their group must divide K.
     activations: "float" (kernel 2) or "int8" (kernel 1).
     remap: with "float" and one row, lay the whole block along the columns (section 3.2).
+    carry: add groups with a carry, which the article's kernel does not.
     keep_sums: with "int8", each call also leaves the integer sum of every group in `self.sums`, int32 [M, groups, N].
     Raises ValueError where K is no multiple of the group, and what `Strips.check` raises.
     """
 
     def __init__(self, backend: Backend, strips: formats.Strips, activations: str = "float", *,
-                 remap: bool = True, keep_sums: bool = False):
+                 remap: bool = True, carry: bool = True, keep_sums: bool = False):
         strips.check()
         if activations not in ("float", "int8"):
             raise ValueError(f"activations {activations!r}; expected 'float' or 'int8'")
@@ -104,27 +110,28 @@ class GroupedGemm:
         self._codes = backend.array(strips.codes)
         self._scales = backend.array(strips.scales)
         self._partial = self.sums = None
-        self._choose_kernel(activations, remap, keep_sums)
+        self._choose_kernel(activations, remap, carry, keep_sums)
 
-    def _choose_kernel(self, activations, remap, keep_sums):
+    def _choose_kernel(self, activations, remap, carry, keep_sums):
         self.activations = activations
         self.remap = remap and activations == "float"
         self.keep_sums = keep_sums
-        module = self.backend.compile(*source(activations, self.strips.group, self.remap, keep_sums))
+        module = self.backend.compile(*source(activations, self.strips.group, remap=remap, carry=carry,
+                                              keep_sums=keep_sums))
         self._gemm = module.kernel(f"grouped_gemm_{activations}")
         self._reduce = self.backend.compile("grouped_gemm/3_reduce_splits.cu").kernel("reduce_splits")
 
-    def using(self, activations: str, remap: bool = True) -> "GroupedGemm":
+    def using(self, activations: str, *, remap: bool = True, carry: bool = True) -> "GroupedGemm":
         """The same weights, at the same place on the device, for another kernel."""
         other = copy(self)
         other._partial = other.sums = None
-        other._choose_kernel(activations, remap, keep_sums=False)
+        other._choose_kernel(activations, remap, carry, keep_sums=False)
         return other
 
     def clone(self) -> "GroupedGemm":
         """The same weights at other addresses on the device, for measurements that must miss the cache."""
         other = copy(self)
-        other._codes, other._scales = self._codes.copy(), self._scales.copy()
+        other._codes, other._scales = map(self.backend.array, (self._codes, self._scales))
         other._partial = other.sums = None
         return other
 

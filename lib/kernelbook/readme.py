@@ -1,0 +1,86 @@
+"""The README's tables and picture, drawn from the committed records of real devices."""
+
+from kernelbook import plots, records, tables
+from kernelbook.measure import Timing
+from kernelbook.tables import RESULTS, pivot, select, table
+
+DEVICE = "nvidia-h200"
+PICTURE = "grouped_gemm.svg"
+PAGES = ("README.md", "kernels/README.md")
+
+NAMES = {"cublas_bf16": "cuBLAS bf16", "tinygemm_int4": "tinygemm W4", "humming_int8": "Humming W8",
+         "humming_int4": "Humming W4", "1_int8_activations": "1 int8 activations",
+         "2_float_activations": "2 float activations"}
+"""Variants of the grouped GEMM as the tables call them, peers first."""
+
+
+def _shape(m: dict) -> str:
+    return f"{m['case']['N']} x {m['case']['K']}"
+
+
+def _sweep(results: dict, **case) -> list[dict]:
+    """Cold times of the sweep over M, peers first; the other experiments say which they are and stay out."""
+    found = select(results[DEVICE]["1_grouped_gemm"], metric="time_us", cache="cold", kernel="grouped_gemm", case=case)
+    order = list(NAMES)
+    return sorted((m for m in found if m["variant"] in order and "experiment" not in m["case"]
+                   and "nsplit" not in m["case"]), key=lambda m: order.index(m["variant"]))
+
+
+@table("ceilings")
+def ceilings(results: dict) -> str:
+    found = select(results[DEVICE]["0_machine"], kernel="ceilings")
+    return pivot((m for m in found if m["unit"] in ("GB/s", "TFLOP/s", "us")),
+                 row=lambda m: m["variant"].replace("_", " "), column=lambda m: "measured",
+                 cell=lambda m: f"{m['value']:,.4g} {m['unit']}", corner="ceiling")
+
+
+@table("decode")
+def decode(results: dict) -> str:
+    return pivot(_sweep(results, M=1, codes="int8"), row=_shape, column=lambda m: NAMES[m["variant"]],
+                 cell=lambda m: f"{m['value']:.1f}", corner="M = 1, us, cold")
+
+
+@table("prefill")
+def prefill(results: dict) -> str:
+    return pivot(_sweep(results, M=512, codes="int8"), row=_shape, column=lambda m: NAMES[m["variant"]],
+                 cell=lambda m: f"{m['value']:,.0f}", corner="M = 512, us, cold")
+
+
+@table("kernels")
+def kernels(results: dict) -> str:
+    """How much of the read ceiling each kernel reaches, over M, on one large weight matrix."""
+    record = results[DEVICE]["1_grouped_gemm"]
+    found = [m for m in select(record, metric="fraction_of_read", cache="cold", case={"N": 17408, "codes": "int8"})
+             if m["variant"][0].isdigit() and "experiment" not in m["case"] and m["case"]["M"] in (1, 4, 32)]
+    return pivot(found, row=lambda m: NAMES[m["variant"]], column=lambda m: f"M = {m['case']['M']}",
+                 cell=lambda m: f"{m['value']:.0%}", corner="of the read ceiling")
+
+
+@table("verdicts")
+def verdicts(results: dict) -> str:
+    lines = ["| claim | verdict | measured |", "| --- | --- | --- |"]
+    for device, notebooks in results.items():
+        for record in notebooks.values():
+            lines += [f"| {v['claim']} | {v['verdict']} | {v['measured'] or v['missing']} |" for v in record["verdicts"]
+                      if device == DEVICE]
+    return "\n".join(lines) + "\n"
+
+
+def picture(results: dict) -> str:
+    """Time against M on the shapes of the sweep, as an SVG file of its own."""
+    rows = [{"projection": "", "N": m["case"]["N"], "K": m["case"]["K"], "M": m["case"]["M"], "codes": "int8",
+             "variant": m["variant"], "cache": "cold", "timing": Timing(m["value"], m["p10"], m["p90"], m["n"])}
+            for m in _sweep(results, codes="int8")]
+    return plots.standalone(plots.row_sweep(rows))
+
+
+def update() -> bool:
+    """Redraw the tables of PAGES and the picture from results/; whether that changed anything."""
+    results = tables.load()
+    changed = any([tables.update(tables.ROOT / page, results) for page in PAGES])
+    path = RESULTS / DEVICE / PICTURE
+    drawn = picture(results)
+    if not path.exists() or path.read_text(encoding="utf-8") != drawn:
+        records.write(path, drawn.encode())
+        changed = True
+    return changed

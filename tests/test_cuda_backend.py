@@ -1,0 +1,141 @@
+"""The CUDA backend where it cannot run, which every machine can test, and its interface where it can."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from kernelbook import backends
+from kernelbook.backends import BackendUnavailable
+from kernelbook.backends.cpu import CpuBackend
+
+NO_GPU = backends.available()["cuda"]
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def install(monkeypatch, count):
+    """A cupy module whose driver answers the question for devices with `count()`."""
+    runtime = types.SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError)
+    cupy = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+def broken(monkeypatch, folder, line):
+    """A package cupy whose import does `line`."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    (folder / "cupy.py").write_text(line)
+    monkeypatch.syspath_prepend(folder)
+
+
+def no_driver():
+    raise CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+
+@pytest.mark.skipif(NO_GPU is None, reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(BackendUnavailable, match="no NVIDIA GPU|cupy does not import"):
+        backends.get("cuda")
+    assert backends.get().name == "cpu"
+
+
+@pytest.mark.parametrize("count, words", [
+    (no_driver, "no NVIDIA GPU: cudaErrorInsufficientDriver"),
+    (lambda: 0, "no NVIDIA GPU: the driver lists none"),
+])
+def test_no_driver_and_no_device(monkeypatch, count, words):
+    install(monkeypatch, count)
+    with pytest.raises(BackendUnavailable, match=words):
+        backends.get("cuda")
+
+
+@pytest.mark.parametrize("line, words", [
+    ("import a_module_that_is_not_there", "No module named 'a_module_that_is_not_there'"),
+    ("raise ImportError('libcuda.so.1: cannot open shared object file')", "libcuda.so.1"),
+    ("raise RuntimeError('built for another NumPy')", "built for another NumPy"),
+    ("import ctypes; ctypes.CDLL('libnothing.so')", "libnothing.so"),
+])
+def test_a_cupy_that_does_not_import(monkeypatch, tmp_path, line, words):
+    broken(monkeypatch, tmp_path, line)
+    with pytest.raises(BackendUnavailable, match=f"cupy does not import .*{words}.*pip install cupy-cuda12x") as error:
+        backends.get("cuda")
+    assert "cupy-cuda13x" in str(error.value)
+    assert backends.available() == {"cuda": str(error.value), "cpu": None}
+    assert backends.get().name == "cpu", "the simulator takes its place"
+
+
+def test_no_cupy_at_all(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendUnavailable, match="pip install cupy-cuda12x"):
+        backends.get("cuda")
+
+
+def test_available_names_every_backend_with_a_reason(monkeypatch):
+    install(monkeypatch, no_driver)
+    found = backends.available()
+    assert list(found) == ["cuda", "cpu"]
+    assert found["cpu"] is None and found["cuda"].startswith("no NVIDIA GPU")
+
+
+def test_an_unknown_backend_names_the_known():
+    with pytest.raises(ValueError, match="no backend 'rocm'; there are 'cuda' and 'cpu'"):
+        backends.get("rocm")
+
+
+def test_a_missing_simulator_does_not_hide_behind_a_missing_gpu(monkeypatch):
+    install(monkeypatch, no_driver)
+
+    def no_compiler(self):
+        raise BackendUnavailable("no C++ compiler")
+    monkeypatch.setattr(CpuBackend, "__init__", no_compiler)
+    assert backends.available()["cpu"] == "no C++ compiler"
+    with pytest.raises(BackendUnavailable, match="no C"):
+        backends.get()
+
+
+# ---- on a GPU
+
+@pytest.fixture(scope="module")
+def gpu():
+    if NO_GPU:
+        pytest.skip(NO_GPU)
+    return backends.get("cuda")
+
+
+@pytest.mark.gpu
+def test_arrays_go_there_and_back(gpu):
+    host = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]
+    device = gpu.array(host)
+    assert gpu.owns(device) and not gpu.owns(host) and device.flags.c_contiguous
+    assert np.array_equal(gpu.numpy(device), host) and gpu.pointer(device) == device.data.ptr
+    assert np.isnan(gpu.numpy(gpu.empty((2, 3), np.float32))).all(), "poisoned"
+    assert gpu.numpy(gpu.empty(0, np.float32)).shape == (0,)
+
+
+@pytest.mark.gpu
+def test_copies_between_pinned_memory_and_the_device(gpu):
+    source, sink = gpu.pinned((100,), np.int32), gpu.pinned((100,), np.int32)
+    source[:] = np.arange(100)
+    device = gpu.empty(100, np.int32)
+    gpu.copy_in(device, source)
+    gpu.copy_out(sink, device)
+    gpu.synchronize()
+    assert np.array_equal(sink, source)
+    blocking = np.zeros(100, np.int32)
+    gpu.copy_out_blocking(blocking, device)
+    assert np.array_equal(blocking, source)
+
+
+@pytest.mark.gpu
+def test_arguments_that_are_no_device_arrays_are_refused(gpu):
+    kernel = gpu.compile("ceilings/memory.cu").kernel("copy_bytes")
+    device = gpu.empty(16, np.uint8)
+    for value in (np.zeros(16, np.uint8), 1, [1]):
+        with pytest.raises(TypeError, match="argument 1 .*expected an array on the device"):
+            kernel((1, 1, 1), (32, 1, 1), [device, value, np.uint64(1)])
+    assert (gpu.numpy(device) == 0xFF).all()

@@ -1,0 +1,147 @@
+import numpy as np
+import pytest
+
+from kernelbook import backends, measure
+from kernelbook.measure import Timing
+
+NO_GPU = backends.available()["cuda"]
+
+
+class Clock:
+    """Stands in for the time module: time passes only where a call spends it."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def spends(self, *seconds, calls=None, name=None):
+        """A contender whose calls last `seconds`, the last of them from then on; its name goes to `calls`."""
+        left = list(seconds)
+
+        def call():
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+            if calls is not None:
+                calls.append(name)
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    return clock
+
+
+def test_timing_of_samples():
+    t = Timing.of(np.arange(101)[::-1])
+    assert (t.median, t.p10, t.p90, t.n) == (50, 10, 90, 101)
+    assert [type(v) for v in (t.median, t.p10, t.p90, t.n)] == [float, float, float, int], "a record takes these"
+    assert str(t) == "50.0 us [10.0, 90.0]"
+
+
+def test_timing_is_not_moved_by_an_outlier():
+    assert Timing.of([2.0] * 19 + [1e6]).median == 2
+    assert Timing.of([3.0]) == Timing(3, 3, 3, 1)
+
+
+@pytest.mark.parametrize("nbytes, l2, copies", [
+    (50, 100, 8), (400, 100, 2), (399, 100, 2), (1000, 100, 2), (133, 100, 4), (1, 100, 400)])
+def test_a_rotation_pushes_an_input_out_of_the_cache(nbytes, l2, copies):
+    assert measure.rotation(nbytes, l2) == copies
+    assert copies * nbytes >= measure.COLD_L2_MULTIPLE * l2
+
+
+def test_host_times_are_microseconds(clock):
+    times = measure.host_times({"a": clock.spends(1e-3), "b": clock.spends(5e-6)}, rounds=7)
+    assert times["a"].median == pytest.approx(1000) and times["b"].median == pytest.approx(5)
+    assert times["a"].n == times["b"].n == 7
+
+
+def test_host_contenders_take_turns(clock):
+    calls = []
+    measure.host_times({n: clock.spends(1e-3, calls=calls, name=n) for n in "abc"}, rounds=4, warmup=0)
+    assert calls == list("abc") * 4
+
+
+def test_warm_up_does_not_count(clock):
+    slow_at_first = clock.spends(1, 1, 1, 1e-3)
+    t = measure.host_times({"a": slow_at_first}, rounds=6, warmup=3)["a"]
+    assert t.p90 == pytest.approx(1000) and t.n == 6
+    cold = clock.spends(1, 1, 1, 1e-3)
+    assert measure.host_times({"a": cold}, rounds=6, warmup=2)["a"].p90 > 1000
+
+
+@pytest.mark.parametrize("budget, rounds, expected", [
+    (3.5, 30, 5),    # spent within 5 rounds, which there are all the same
+    (14.5, 30, 8),   # rounds of 2 s: the eighth passes the budget
+    (100, 12, 12),
+    (0, 3, 3),
+])
+def test_host_times_end_when_the_budget_is_spent(clock, budget, rounds, expected):
+    times = measure.host_times({"a": clock.spends(1.5), "b": clock.spends(0.5)}, rounds=rounds, warmup=2,
+                               budget_s=budget)
+    assert [t.n for t in times.values()] == [expected, expected]
+
+
+def test_a_slow_time_is_a_low_rate():
+    c = measure._rate("read", "GB/s", 8e9, Timing(median=2e6, p10=1e6, p90=4e6, n=9), "how")
+    assert (c.p10, c.value, c.p90) == pytest.approx((2, 4, 8)) and (c.name, c.unit, c.n) == ("read", "GB/s", 9)
+    c = measure._rate("mm", "TFLOP/s", 3e12, Timing(median=1e6, p10=1e6, p90=3e6, n=9), "how")
+    assert (c.p10, c.value, c.p90) == pytest.approx((1, 3, 3))
+
+
+def test_ceilings_of_this_host():
+    found = {c.name: c for c in measure.host_ceilings(nbytes=1 << 22, size=128)}
+    assert found.keys() == {"host_copy", "host_float32_matmul"}
+    for c in found.values():
+        assert 0 < c.p10 <= c.value <= c.p90 and c.n >= 5
+    assert 0.1 < found["host_copy"].value < 5000, "GB/s"
+    assert 1e-4 < found["host_float32_matmul"].value < 500, "TFLOP/s"
+
+
+def test_matrix_ceilings_need_a_gpu(monkeypatch):
+    import torch
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert measure.matmul_ceilings() == []
+
+
+# ---- on a GPU
+
+@pytest.fixture(scope="module")
+def gpu():
+    if NO_GPU:
+        pytest.skip(NO_GPU)
+    return backends.get("cuda")
+
+
+@pytest.mark.gpu
+def test_device_times_are_those_of_the_calls(gpu):
+    import cupy
+    a, b = (cupy.zeros(1 << 26, np.uint8) for _ in range(2))
+    one = measure.device_times({"half": [lambda: cupy.copyto(b[:1 << 25], a[:1 << 25])],
+                                "whole": [lambda: cupy.copyto(b, a)]}, rounds=20)
+    assert all(7 <= t.n <= 20 and 0 < t.p10 <= t.median <= t.p90 for t in one.values())
+    assert 1.5 < one["whole"].median / one["half"].median < 2.7
+    # a call in a list of several is timed by itself, not the list
+    two = measure.device_times({"twice": [lambda: cupy.copyto(b, a)] * 2})
+    assert two["twice"].median == pytest.approx(one["whole"].median, rel=0.3)
+
+
+@pytest.mark.gpu
+def test_device_times_end_when_the_budget_is_spent(gpu):
+    import cupy
+    a = cupy.zeros(1 << 26, np.uint8)
+    t = measure.device_times({"fill": [lambda: a.fill(1)]}, rounds=100_000, sample_us=5000, budget_s=0.1)
+    assert 7 <= t["fill"].n < 1000
+
+
+@pytest.mark.gpu
+def test_ceilings_of_the_device(gpu):
+    read, copy = measure.memory_ceilings(gpu, 1 << 28)
+    assert (read.name, copy.name) == ("read", "copy")
+    for c in (read, copy):
+        assert 50 < c.p10 <= c.value <= c.p90 < 50_000
+    trips = {c.name: c for c in measure.round_trips(gpu)}
+    assert 1 < trips["launch_and_synchronize"].value < trips["round_trip_pinned"].value < 10_000
