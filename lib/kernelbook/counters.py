@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 
-from kernelbook.backends import BackendUnavailable
+from kernelbook.backends.source import BackendUnavailable
 
 SECTORS_PER_REQUEST = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
 LOAD_EFFICIENCY = "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.pct"

@@ -60,6 +60,9 @@ class ReportingEngine(Engine):
     def execute_managed_notebook(cls, nb_man, kernel_name, *, events, cell_timeout_s, **_):
         cells = [cell for cell in nb_man.nb.cells if cell.cell_type == "code"]
         started = 0.0
+        papermill_notes = nb_man.nb.metadata.papermill
+        for name in ("input_path", "output_path"):  # a published notebook need not tell where it was made
+            papermill_notes[name] = os.path.basename(papermill_notes[name])
 
         def on_start(cell, cell_index):
             nonlocal started

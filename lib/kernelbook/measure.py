@@ -81,6 +81,7 @@ class _Graph:
             for call in calls * times:
                 call()
 
+        cupy.cuda.Device().synchronize()  # inputs were made on another stream
         with self._current():
             run()  # compiles and allocates what the capture must not
             one_pass = self._elapsed(run)

@@ -35,7 +35,8 @@ from typing import NamedTuple
 
 import yaml
 
-from kernelbook.backends import BackendUnavailable, CompileError, Source, cache
+from kernelbook.backends import cache
+from kernelbook.backends.source import BackendUnavailable, CompileError, Source
 
 NVIDIA = ("80", "89", "90a", "100", "120")
 """Ampere, Ada, Hopper, datacenter Blackwell, consumer Blackwell."""

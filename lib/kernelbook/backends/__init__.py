@@ -9,13 +9,9 @@
 
 from typing import Any, Protocol
 
-from kernelbook.backends.source import CompileError, Source
+from kernelbook.backends.source import BackendUnavailable, CompileError, Source
 
 __all__ = ["Backend", "BackendUnavailable", "CompileError", "Kernel", "Module", "Source", "available", "get"]
-
-
-class BackendUnavailable(RuntimeError):
-    """The backend asked for cannot run here; the message says which part is missing and how to get it."""
 
 
 class Kernel(Protocol):

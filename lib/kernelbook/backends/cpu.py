@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kernelbook.backends import BackendUnavailable, cache
-from kernelbook.backends.source import CompileError, Source
+from kernelbook.backends import cache
+from kernelbook.backends.source import BackendUnavailable, CompileError, Source
 
 # Limits of an NVIDIA GPU of compute capability 9.0, the same for every block and launch.
 MAX_THREADS = 1024

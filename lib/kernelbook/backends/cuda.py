@@ -3,7 +3,7 @@
 import numpy as np
 
 from kernelbook import toolchain
-from kernelbook.backends import BackendUnavailable, Source
+from kernelbook.backends.source import BackendUnavailable, Source
 
 
 class CudaBackend:

@@ -12,6 +12,10 @@ KERNELS = ROOT / "kernels"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)
 
 
+class BackendUnavailable(RuntimeError):
+    """What was asked for cannot run here; the message says which part is missing and how to get it."""
+
+
 class CompileError(RuntimeError):
     """A kernel did not compile. `log` holds the compiler's own words, `line` the first line it names."""
 
