@@ -17,9 +17,9 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
-def install(monkeypatch, count):
-    """A cupy module whose driver answers the question for devices with `count()`."""
-    runtime = types.SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError)
+def install(monkeypatch, count, **answers):
+    """A cupy module whose driver answers the question for devices with `count()`, and others with `answers`."""
+    runtime = types.SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError, **answers)
     cupy = types.ModuleType("cupy")
     cupy.cuda = types.SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -39,17 +39,33 @@ def no_driver():
 
 @pytest.mark.skipif(NO_GPU is None, reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    with pytest.raises(BackendUnavailable, match="no NVIDIA GPU|cupy does not import"):
+    with pytest.raises(BackendUnavailable, match="no NVIDIA|cupy does not import"):
         backends.get("cuda")
     assert backends.get().name == "cpu"
 
 
+def broken_driver():
+    raise CUDARuntimeError("cudaErrorSystemDriverMismatch: system has unsupported display driver")
+
+
 @pytest.mark.parametrize("count, words", [
-    (no_driver, "no NVIDIA GPU: cudaErrorInsufficientDriver"),
+    (broken_driver, "no NVIDIA GPU: cudaErrorSystemDriverMismatch"),
     (lambda: 0, "no NVIDIA GPU: the driver lists none"),
 ])
-def test_no_driver_and_no_device(monkeypatch, count, words):
+def test_no_device(monkeypatch, count, words):
     install(monkeypatch, count)
+    with pytest.raises(BackendUnavailable, match=words):
+        backends.get("cuda")
+
+
+@pytest.mark.parametrize("driver, words", [
+    (lambda: 11040, "driver is too old: it runs CUDA up to 11.4, and CuPy is built for CUDA 12.9; update the driver, "
+                    "or install the CuPy of CUDA 11"),
+    (lambda: 0, "no NVIDIA driver is installed; CuPy, built for CUDA 12.9"),
+    (no_driver, "no NVIDIA driver, or one older than the CUDA that CuPy is built for: cudaErrorInsufficientDriver"),
+])
+def test_a_driver_that_is_missing_or_too_old(monkeypatch, driver, words):
+    install(monkeypatch, no_driver, driverGetVersion=driver, runtimeGetVersion=lambda: 12090)
     with pytest.raises(BackendUnavailable, match=words):
         backends.get("cuda")
 
@@ -79,7 +95,7 @@ def test_available_names_every_backend_with_a_reason(monkeypatch):
     install(monkeypatch, no_driver)
     found = backends.available()
     assert list(found) == ["cuda", "cpu"]
-    assert found["cpu"] is None and found["cuda"].startswith("no NVIDIA GPU")
+    assert found["cpu"] is None and found["cuda"].startswith("no NVIDIA driver")
 
 
 def test_an_unknown_backend_names_the_known():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from kernelbook import backends, measure
+from kernelbook.backends.cpu import CpuBackend
 from kernelbook.measure import Timing
 
 NO_GPU = backends.available()["cuda"]
@@ -107,6 +108,67 @@ def test_matrix_ceilings_need_a_gpu(monkeypatch):
     assert measure.matmul_ceilings() == []
 
 
+# ---- the words that memory is measured on
+
+def filled(backend, n, seed=0, size=None, grid=3, block=64):
+    """`size` words (n if not given), the first n of them written by fill_words."""
+    words = backend.array(np.zeros(size or n, np.uint32))
+    backend.compile("ceilings/memory.cu").kernel("fill_words")((grid, 1, 1), (block, 1, 1),
+                                                               [words, np.uint64(n), np.uint32(seed)])
+    return backend.numpy(words)
+
+
+def murmur3(h):
+    """The finalizer of MurmurHash3 in Python's integers."""
+    h = ((h ^ h >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = ((h ^ h >> 13) * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+@pytest.mark.parametrize("n", [1, 191, 192, 193, 1000])
+def test_every_word_is_filled_and_none_beyond(backend, n):
+    """By 192 threads, with and without a rest."""
+    words = filled(backend, n, seed=5, size=n + 7)
+    assert words[:n].tolist() == [murmur3(i ^ 5) for i in range(n)] and not words[n:].any()
+
+
+def test_filled_words_look_random(backend):
+    n = 1 << 14
+    words = filled(backend, n, grid=8, block=256)
+    assert len(np.unique(words)) == n, "no word twice"
+    bits = np.unpackbits(words.view(np.uint8)).reshape(n, 32)
+    deviation = 0.5 / n**0.5
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 5 * deviation, "each bit is set in half of the words"
+    flips = (bits[1:] != bits[:-1]).mean(axis=0)
+    assert np.abs(flips - 0.5).max() < 5 * deviation, "and says nothing about the next word's"
+    assert (filled(backend, n, seed=1, grid=8, block=256) != words).all(), "two buffers do not hold the same"
+
+
+def test_memory_ceilings_are_measured_on_filled_buffers(monkeypatch):
+    class Recorder(CpuBackend):
+        multiprocessors, made = 1, []
+
+        def empty(self, shape, dtype):
+            self.made.append(super().empty(shape, dtype))
+            return self.made[-1]
+
+    def times(contenders, **_):
+        a, b = (backend.numpy(array).copy() for array in backend.made if array.nbytes == nbytes)
+        assert a.tolist() == [murmur3(i) for i in range(nbytes // 4)]
+        assert (a != b).all() and len(np.unique(b)) == b.size, "each buffer has words of its own"
+        for calls in contenders.values():
+            for call in calls:
+                call()
+        return {"read": Timing(2.0, 1.0, 4.0, 9), "copy": Timing(4.0, 2.0, 8.0, 9)}
+    monkeypatch.setattr(measure, "device_times", times)
+    backend, nbytes = Recorder(), 1 << 16
+    read, copy = measure.memory_ceilings(backend, nbytes)
+    assert (read.value, read.p10, read.p90) == pytest.approx((nbytes / 2e3, nbytes / 4e3, nbytes / 1e3))
+    assert copy.value == pytest.approx(2 * nbytes / 4e3), "a copy reads and writes every byte"
+    source, sink = (backend.numpy(array) for array in backend.made if array.nbytes == nbytes)
+    assert np.array_equal(source, sink), "the copy was one from the first to the second"
+
+
 # ---- on a GPU
 
 @pytest.fixture(scope="module")
@@ -127,6 +189,18 @@ def test_device_times_are_those_of_the_calls(gpu):
     # a call in a list of several is timed by itself, not the list
     two = measure.device_times({"twice": [lambda: cupy.copyto(b, a)] * 2})
     assert two["twice"].median == pytest.approx(one["whole"].median, rel=0.3)
+
+
+@pytest.mark.gpu
+def test_a_warm_time_is_warm_whoever_came_before(gpu):
+    """4 MiB stay in any L2 cache of the GPUs that this runs on, unless another contender's 256 MiB push them out."""
+    import cupy
+    small, sink = (cupy.ones(1 << 22, np.uint8) for _ in range(2))
+    large = cupy.ones(1 << 28, np.uint8)
+    warm = [lambda: cupy.copyto(sink, small)]
+    alone = measure.device_times({"warm": warm})["warm"]
+    beside = measure.device_times({"flush": [lambda: large.fill(1)], "warm": warm})["warm"]
+    assert beside.median == pytest.approx(alone.median, rel=0.2)
 
 
 @pytest.mark.gpu

@@ -67,13 +67,23 @@ def test_fitting_values(small):
             ("draws", 2.0, r"draws: expected int, got 2.0 \(float\)"),
             ("draws", None, "draws: expected int, got None"),
             ("draws", True, "draws: expected int, got True"),
-            ("scale", "1e-3", "takes 1e-3 for a string, write 0.001"),
+            ("scale", "1e-3", r"scale: expected float, got '1e-3' \(str\)$"),
             ("scale", float("nan"), "scale: nan is not a finite number"),
             ("sizes", [1, float("inf")], "sizes: inf is not a finite number"),
             ("sizes", 3, r"expected list\[float\], got 3"),
             ("name", 3, "expected str, got 3")]:
         with pytest.raises(ValueError, match=message):
             notebooks.fit(p[name], value)
+
+
+def test_numbers_that_yaml_takes_for_strings(small):
+    p = notebooks.parameters(small)
+    assert notebooks.fit_yaml(p["scale"], 1e-3) == 1e-3 and notebooks.fit_yaml(p["name"], "1e-3") == "1e-3"
+    with pytest.raises(ValueError, match="YAML takes 1e-3 for a string, write 0.001$"):
+        notebooks.fit_yaml(p["scale"], "1e-3")
+    for value in ("nan", "inf", "1e999", "x"):
+        with pytest.raises(ValueError, match=rf"expected float, got '{value}' \(str\)$"):
+            notebooks.fit_yaml(p["scale"], value)
 
 
 def test_parsing_values_of_the_command_line(small):

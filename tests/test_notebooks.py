@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bs4 import BeautifulSoup
 
-from kernelbook import claims, notebooks, records, report, runner
+from kernelbook import claims, notebooks, records, report, runner, shapes
 from kernelbook.experiments import grouped_gemm as study
 from kernelbook.ops import grouped_gemm as op
 
@@ -69,6 +69,17 @@ def test_run_of_1_grouped_gemm(run):
         if claim.kind == "speed":
             assert (verdicts[claim.id]["verdict"] == "not testable here") == simulated
 
+    # what a claim was judged by is on record, not its verdict alone
+    for metric in ("bytes_changed_by_round_trip", "group_sums_wrong", "repeats_with_other_bits"):
+        assert set(values(document, metric)) == {0}, metric
+    places = {m["case"]["where"]: m["variant"] for m in document["measurements"] if "where" in m["case"]}
+    assert places.keys() >= {"wave simulator, 32 lanes", "wave simulator, 64 lanes", "CPU path (PyTorch)"}
+    assert {v for where, v in places.items() if where != "CPU path (PyTorch)"} == {study.VARIANTS["float"]}
+    mflop = {p.name: p.flops(1) / 1e6 for p in shapes.QWEN3_VL_2B}
+    assert verdicts["G11"]["measured"] == ", ".join(f"{name} {f:.1f}" for name, f in mflop.items()) + " MFLOP"
+    products = [m for m in document["measurements"] if m["kernel"] == study.KERNEL]
+    assert {m["cache"] for m in products if m["metric"] in ("bandwidth_gbs", "fraction_of_read")} <= {"cold"}
+
     # the integers of G03, computed here without a kernel
     rng = np.random.default_rng
     strips = study.random_strips(rng([0, 5]), 65, 2048)
@@ -94,6 +105,16 @@ def test_run_of_1_grouped_gemm(run):
     assert (document["parameters"]["rows"], document["parameters"]["selftest_rows"]) == (2, [1, 3, 33])
     assert [m for m in document["measurements"]
             if simulated and records.is_performance(m["metric"]) and m["value"] is not None and not m["host"]] == []
+
+
+@pytest.mark.parametrize("override, message", [
+    ("selftest_rows=[1, 0]", "selftest_rows: 0; expected 1 to 4096"), ("layers=[30]", "layers: 30; expected 0 to 29")])
+def test_a_value_that_nothing_can_use_ends_the_run_before_anything_is_measured(tmp_path, override, message):
+    folder = runner.run(runner.plan("smoke", ["1_grouped_gemm"], [override]), "smoke", tmp_path)
+    assert message in runner.failures(folder)["1_grouped_gemm"]
+    ran = [c for c in nbformat.read(folder / "1_grouped_gemm.ipynb", 4).cells
+           if c.cell_type == "code" and c.execution_count]
+    assert "check_parameters" in ran[-1].source and not (folder / "1_grouped_gemm.json").exists()
 
 
 # ---- the report

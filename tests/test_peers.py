@@ -53,7 +53,7 @@ def test_a_peer_that_imports_is_not_missing(monkeypatch):
     ("cublas_bf16", 2048 * 1024 * 2),                                  # two bytes a weight, no scales
     ("humming_int8", 2048 * 1024 + 2048 * 1024 // 32 * 2),             # a byte and a 16-bit scale a group
     ("humming_int4", 2048 * 1024 // 2 + 2048 * 1024 // 32 * 2),
-    ("tinygemm_int4", 2048 * 1024 // 2 + 2048 * 1024 // 32 * 2),
+    ("tinygemm_int4", 2048 * 1024 // 2 + 2048 * 1024 // 32 * 4),       # a bf16 scale and a bf16 zero
 ])
 def test_weight_bytes(known, name, expected):
     assert known[name].weight_bytes(2048, 1024, 32) == expected

@@ -119,6 +119,43 @@ def test_the_description_has_the_figures():
     assert "q 83%" in FIGURES["call anatomy"]().alt
     assert "int8 activations +2.50%" in FIGURES["perplexity"]().alt
     assert "6.0e-03 with int8" in FIGURES["error distribution"]().alt
+    assert FIGURES["flop gate"]().alt == (
+        "Time of 3 decode products against their FLOP, with the article's gate of 1e+07.")
+    changed = plots.ulps({1: np.zeros(4, int), 2: np.array([0, 3, 0, 0]), 4: np.array([9, 9, 9, 0])}).alt
+    assert changed.endswith("changes up to 75% of the outputs.")
+
+
+def texts(figure):
+    """Content to x of a figure's texts (formulas, which have none, left out)."""
+    return {e.text.strip(): float(e.attrib["x"]) for e in ElementTree.fromstring(figure.svg).iter()
+            if e.tag.endswith("}text") and "x" in e.attrib}
+
+
+def bars(figure):
+    """The straight lines of a figure's error bars, each (x, y) of both ends."""
+    return [tuple(map(float, line)) for line in re.findall(
+        r'd="M (\S+) (\S+) \nL (\S+) (\S+) \n" clip-path="[^"]*" style="fill: none; stroke: #[^;]*; stroke-width: 1.6"',
+        figure.svg)]
+
+
+def test_a_ceilings_figure_stands_clear_of_its_error_bar():
+    figure = plots.ceilings([Ceiling("wide", 10.0, "us", 9.0, 20.0, 9, "how"),
+                             Ceiling("narrow", 15.0, "us", 14.0, 15.5, 9, "how")])
+    ends = [right for _, _, right, _ in bars(figure)]
+    assert len(ends) == 2 and ends[0] > ends[1]
+    assert [texts(figure)[value] for value in ("10", "15")] == ends
+
+
+def test_products_of_one_size_are_neither_joined_nor_on_top_of_each_other():
+    both, alone = (FIGURES[name]() for name in ("flop gate", "flop gate, CPU alone"))
+    assert {"q, o", "gate", "CPU path", "device call"} <= texts(both).keys()
+    assert "CPU path" in texts(alone) and "device call" not in texts(alone)
+    for figure, contenders in ((both, 2), (alone, 1)):
+        intervals = bars(figure)
+        assert len(intervals) == 3 * contenders, "an interval a time, and no line from one time to another"
+        assert all(left == right and low != high for left, low, right, high in intervals), "upright"
+    cpu, device = bars(both)[:3], bars(both)[3:]
+    assert not {x for x, *_ in cpu} & {x for x, *_ in device}
 
 
 def test_a_description_is_escaped():

@@ -25,6 +25,7 @@ def executed(folder, name, verdicts=(), outputs=()):
         v4.new_markdown_cell("# A small & short story\nWith $a_i \\le b$, [a paper](https://arxiv.org/abs/1), and\n\n"
                              "$$\\sum_{k \\in g} q_k$$\n\n\\begin{align}x &= y\\end{align}", id="story"),
         v4.new_code_cell("# Parameters\ndraws = 3", id="p", metadata={"tags": ["injected-parameters"]}),
+        v4.new_code_cell("# Every nsplit, against <float64>\ntry:\n    pass\nfinally:\n    pass", id="sweep"),
         v4.new_code_cell("x = '</summary><script>alert(1)</script>'", id="G01", execution_count=1, outputs=[
             v4.new_output("stream", text=f"{XSS} step 1\rstep 2\n"),
             v4.new_output("display_data", {"image/png": PNG, "text/plain": "no"},
@@ -154,6 +155,40 @@ def test_a_notebook_page_keeps_what_matters(run):
     assert page.find("summary", string="parameters of this run").parent.has_attr("open")
 
 
+def test_code_is_summed_up_by_its_comment_or_its_first_line(run):
+    page = pages(run)["1_grouped_gemm.html"]
+    lines = {details.find("summary").text: details.find("summary").find("code") for details in page.find_all("details")}
+    assert lines["Every nsplit, against <float64>"] is None, "words, not code"
+    assert lines["x = '</summary><script>alert(1)</script>'"] is not None
+
+
+def test_a_label_stands_only_before_something(run):
+    rows = pages(run)["index.html"].find("tbody").find_all("tr")
+    labels = [[cell.get("data-head") for cell in row.find_all("td")] for row in rows]
+    verdicts = {v["claim"]: v for v in records.load(run / "1_grouped_gemm.json")["verdicts"]}
+    for row, (*_, article, here, _) in zip(rows, labels, strict=True):
+        cells, claim = row.find_all("td"), row.find("td").text.strip()
+        assert (here == "here:") == bool(verdicts[claim]["measured"]) == bool(cells[3].find(class_="measured"))
+        assert (article == "article:") == bool(cells[2].find(string=True, recursive=False))
+    assert {here for *_, here, _ in labels} == {"here:", None}
+
+
+def declarations(css, selector, value):
+    """What rules of exactly that selector say of a property, in order."""
+    css = re.sub(r"/\*.*?\*/", "", css, flags=re.S)
+    rules = re.findall(r"([^{};]+)\{([^{}]*)\}", css)
+    return [found[1].strip() for selectors, body in rules if selector in [s.strip() for s in selectors.split(",")]
+            for found in [re.search(rf"(?:^|[\s;]){value}:([^;]*)", body)] if found]
+
+
+def test_kernels_are_shown_whole_and_nothing_is_cut_in_print():
+    css = (report.TEMPLATES / "style.css").read_text(encoding="utf-8")
+    assert declarations(css, ".output .highlight pre", "max-height") == ["none"]
+    screen, _, printed = css.partition("@media print")
+    for rule in re.findall(r"([^{};]+)\{[^{}]*max-height: \d", screen):
+        assert declarations(printed.partition("{")[2], rule.strip(), "max-height") == ["none"], rule
+
+
 def test_results_of_several_devices_share_one_index(environment, tmp_path):
     for device in ("a100", "h200"):
         (tmp_path / device).mkdir()
@@ -172,6 +207,8 @@ def test_results_of_several_devices_share_one_index(environment, tmp_path):
 
 
 def test_what_is_no_report_is_an_error(environment, tmp_path):
+    with pytest.raises(ValueError, match="there is no folder .*latest; .*run folders"):
+        report.build(tmp_path / "latest")
     with pytest.raises(ValueError, match="say where the report goes"):
         report.build(tmp_path)
     with pytest.raises(ValueError, match="holds neither a run"):
@@ -179,5 +216,7 @@ def test_what_is_no_report_is_an_error(environment, tmp_path):
     (tmp_path / "1_grouped_gemm.json").write_text("{}")
     with pytest.raises(ValueError, match="1_grouped_gemm.json"):
         report.build(tmp_path, tmp_path / "out")
+    (tmp_path / "a" / "x").mkdir(parents=True)
+    (tmp_path / "b" / "x").mkdir(parents=True)
     with pytest.raises(ValueError, match="two folders are called 'x'"):
         report.build([tmp_path / "a" / "x", tmp_path / "b" / "x"], tmp_path / "out")

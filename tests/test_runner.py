@@ -10,7 +10,7 @@ import nbformat
 import psutil
 import pytest
 
-from kernelbook import notebooks, records, runner
+from kernelbook import backends, notebooks, records, runner
 
 RECORD = """from types import SimpleNamespace
 from kernelbook import records
@@ -81,7 +81,8 @@ def test_profile_and_command_line_set_parameters(book):
     (["drows=3"], "no parameter 'drows'; did you mean 'draws'"),
     (["draws=3.5"], "0_fine: parameter draws: expected int, got 3.5"),
     (["draws=None"], "expected int, got None"),
-    (["scale=nan"], "scale"),
+    (["scale=nan"], r"expected float, got 'nan' \(str\)$"),
+    (["draws=nan"], r"expected int, got 'nan' \(str\)$"),
     (["scale=NaN"], "nan is not a finite number"),
     (["scale=1e999"], "inf is not a finite number"),
     (["draws"], "expected name=value"),
@@ -97,6 +98,7 @@ def test_bad_parameters_are_refused_before_anything_runs(book, overrides, messag
     ("cell_timeout_s: 6\nnotebooks: {0_fine: {drows: 1}}", "no parameter 'drows'; did you mean 'draws'"),
     ("cell_timeout_s: 6\nnotebooks: {0_fine: {scale: 1e-3}}", "takes 1e-3 for a string, write 0.001"),
     ("cell_timeout_s: 6\nnotebooks: {0_fine: {scale: .nan}}", "nan is not a finite number"),
+    ("cell_timeout_s: 6\nnotebooks: {0_fine: {scale: nan}}", r"expected float, got 'nan' \(str\)$"),
     ("cell_timeout_s: 6\nnotebooks: {0_fine: 3}", "expected parameters and their values, got 3"),
     ("cell_timeout_s: -1\nnotebooks: {}", "cell_timeout_s is -1"),
     ("cell_timeout: 6\nnotebooks: {}", "expected the keys cell_timeout_s and notebooks"),
@@ -114,6 +116,17 @@ def test_unknown_profile_and_notebook_name_the_nearest(book):
         runner.plan("smoky")
     with pytest.raises(ValueError, match="no notebook '0_fin'.*did you mean '0_fine'"):
         runner.plan("smoke", ["0_fin"])
+
+
+def test_a_machine_that_can_run_no_kernel_is_found_out_before_anything_runs(book, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "available", lambda: {"cuda": "no NVIDIA GPU", "cpu": "needs a C++20 compiler"})
+        with pytest.raises(backends.BackendUnavailable, match="(?s)cuda: no NVIDIA GPU.*cpu: needs a C"):
+            runner.plan("smoke")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(PermissionError, match="cannot write compiled kernels to .*; set KERNELBOOK_CACHE"):
+        runner.plan("smoke")
 
 
 def test_what_passes_leaves_notebook_record_log_and_status(batch):

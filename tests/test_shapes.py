@@ -28,21 +28,20 @@ def test_sums_of_the_dense_models():
     assert smol.weights + smol.lm_head.weights + norms == 134_515_008  # the model's published size
 
 
-@pytest.mark.parametrize("name, fused", [
-    ("Qwen3-VL-2B", {"q+k+v": (4096, 2048, 28), "o": (2048, 2048, 28), "gate+up": (12288, 2048, 28),
-                     "down": (2048, 6144, 28)}),
-    ("Qwen3.5-27B", {"gdn_qkv+gdn_z+gdn_b+gdn_a": (16480, 5120, 48), "gdn_out": (5120, 6144, 48),
-                     "q+k+v": (14336, 5120, 16), "o": (5120, 6144, 16), "gate+up": (34816, 5120, 64),
-                     "down": (5120, 17408, 64)}),
+@pytest.mark.parametrize("model, fused", [
+    (shapes.QWEN3_VL_2B, {"q+k+v": (4096, 2048, 28), "o": (2048, 2048, 28), "gate+up": (12288, 2048, 28),
+                          "down": (2048, 6144, 28)}),
+    (shapes.QWEN3_5_27B, {"gdn_qkv+gdn_z+gdn_b+gdn_a": (16480, 5120, 48), "gdn_out": (5120, 6144, 48),
+                          "q+k+v": (14336, 5120, 16), "o": (5120, 6144, 16), "gate+up": (34816, 5120, 64),
+                          "down": (5120, 17408, 64)}),
 ])
-def test_projections_of_one_source_fuse(name, fused):
-    model = shapes.MODELS[name]
+def test_projections_of_one_source_fuse(model, fused):
     assert {p.name: (p.n, p.k, p.count) for p in model.fused()} == fused
     assert sum(p.count * p.weights for p in model.fused()) == model.weights
 
 
 def test_only_equal_projections_share_a_source():
-    for model in shapes.MODELS.values():
+    for model in (shapes.QWEN3_VL_2B, shapes.QWEN3_5_27B, shapes.SMOLLM2_135M):
         for p in model.projections:
             same = [(o.k, o.count) for o in model.projections if o.source == p.source]
             assert set(same) == {(p.k, p.count)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernelbook.backends import BackendUnavailable, CompileError, Source, cpu
+from kernelbook.backends import BackendUnavailable, CompileError, Source, compiler, cpu
 from kernelbook.backends.cpu import CpuBackend, KernelFault
 from kernelbook.fragments import INSTRUCTIONS
 
@@ -519,6 +519,29 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(cpu.sys, "executable", "/bin/false")
     with pytest.raises(BackendUnavailable, match=r"neither g\+\+ nor clang\+\+ nor.*ziglang; install one"):
+        CpuBackend()
+
+
+def test_a_compiler_that_tells_no_version(monkeypatch):
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(BackendUnavailable, match="`/bin/false --version` tells no version: exit code 1"):
+        CpuBackend()
+
+
+def test_a_compiler_that_hangs_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\ncase $1 in --version) echo hangs 1.0;; *) sleep 600;; esac\n")
+    hangs.chmod(0o755)
+    monkeypatch.setenv("CXX", str(hangs))
+    backend = CpuBackend()
+    monkeypatch.setattr(compiler.call, "__defaults__", (None, 0.5))
+    with pytest.raises(CompileError, match="(?s)does not compile with hangs.*did not end within 0.5 s"):
+        backend.compile(str(DATA / "features.cu"))
+    hangs.write_text("#!/bin/sh\nsleep 600\n")
+    call = compiler.call
+    monkeypatch.setattr(compiler, "call", lambda command, timeout_s: call(command, timeout_s=0.5))
+    with pytest.raises(BackendUnavailable, match="hangs --version` did not end within 0.5 s"):
         CpuBackend()
 
 

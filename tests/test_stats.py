@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kernelbook.stats import Errors, errors, quantiles, ulp_difference
+from kernelbook.stats import Errors, errors, ulp_difference
 
 
 def test_figures_of_a_worked_example():
@@ -69,13 +69,3 @@ def test_ulp_difference_refuses():
         ulp_difference(np.ones(1), np.ones(1, np.float32))
     with pytest.raises(ValueError, match="they must be equal"):
         ulp_difference(np.ones(1, np.float32), np.ones(2, np.float32))
-
-
-def test_quantiles():
-    q = quantiles(range(11))
-    assert (q.median, q.p10, q.p90, q.n) == (5, 1, 9, 11)
-    assert quantiles([7]).p90 == 7
-    with pytest.raises(ValueError, match="at least one sample, all finite; there are 0"):
-        quantiles([])
-    with pytest.raises(ValueError, match="there are 2, 1 of them not finite"):
-        quantiles([1, np.nan])

@@ -4,8 +4,9 @@
 //
 // A thread owns 4 neighbouring columns of one row and sweeps K. Weights lie as [K][Npad], so the 32 lanes of a warp
 // read 128 contiguous bytes at each k; the activation is the same for the whole warp, one broadcast. The inner sum is
-// exact in int32 (|sum| <= GROUP * 128 * 128) and is finished before a scale touches it: cutting K at group
-// boundaries (blockIdx.z) therefore changes no integer, only the order of the float additions that follow.
+// exact in int32 (|sum| <= GROUP * 128 * 128, so a group may have 131071 codes) and is finished before a scale touches
+// it: cutting K at group boundaries (blockIdx.z) therefore changes no integer, only the order of the float additions
+// that follow.
 //
 //   GROUP        codes that share a scale
 //   CARRY        1: the sum over groups carries its rounding errors along

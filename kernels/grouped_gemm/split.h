@@ -17,12 +17,18 @@ __device__ __forceinline__ Slice slice_of(int groups, int nsplit, int z) {
 
 // A running sum over groups. With CARRY it takes along what each addition rounds away (Kahan's sum), and hundreds of groups
 // add up as well as a handful, at three more additions a group and column. The article's kernel has no carry.
+// A sum that is infinite has lost nothing that a number could say: carried along, the infinity or NaN which the
+// subtractions give would turn it into NaN at the next group, if its slice has one.
+constexpr float kLargestFloat = 3.4028234664e38f;
 struct Sum {
   float value = 0.f, carry = 0.f;
   __device__ __forceinline__ void add(float term) {
     const float y = CARRY ? __fadd_rn(term, -carry) : term;
     const float t = __fadd_rn(value, y);
-    if (CARRY) carry = __fadd_rn(__fadd_rn(t, -value), -y);
+    if (CARRY) {
+      const float lost = __fadd_rn(__fadd_rn(t, -value), -y);
+      carry = fabsf(t) <= kLargestFloat ? lost : 0.f;
+    }
     value = t;
   }
 };

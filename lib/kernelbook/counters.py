@@ -15,7 +15,6 @@ from kernelbook.backends.source import BackendUnavailable
 
 SECTORS_PER_REQUEST = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
 LOAD_EFFICIENCY = "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.pct"
-DRAM_BYTES_READ = "dram__bytes_read.sum"
 
 
 def read(code: str, metrics: list[str], timeout_s: float = 120) -> dict[str, dict[str, float]]:

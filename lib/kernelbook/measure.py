@@ -41,21 +41,19 @@ def rotation(nbytes: int, l2_bytes: int) -> int:
     return max(2, math.ceil(COLD_L2_MULTIPLE * l2_bytes / nbytes))
 
 
-def device_times(contenders: dict[str, Sequence[Callable]], *, rounds: int = 20, sample_us: float = 1000.0,
+def device_times(contenders: dict[str, Sequence[Callable]], *, rounds: int = 20, sample_us: float = 2000.0,
                  budget_s: float = 2.0) -> dict[str, Timing]:
     """In-graph times of several contenders, interleaved.
 
     contenders: name to the calls gone through in turn; each only launches work on the current stream and allocates
     nothing after its first run. Many calls over different copies of an input measure cold, one call measures warm.
     A sample is one replay of a graph that goes through the calls at least once, and as often as about `sample_us`
-    microseconds hold, divided by the number of calls. There are `rounds` samples of each contender, fewer (not below
-    7) where they would take more than `budget_s` seconds together.
+    microseconds hold (so that a graph's start does not count), divided by the number of calls. There are `rounds`
+    samples of each contender, fewer (not below 7) where they would take more than `budget_s` seconds together.
     """
     import cupy
     graphs = {name: _Graph(list(calls), sample_us) for name, calls in contenders.items()}
     samples: dict = {name: [] for name in graphs}
-    for name in graphs:
-        graphs[name].sample()  # the first replay uploads the graph
     begin = time.perf_counter()
     for round_ in range(rounds):
         for name, graph in graphs.items():
@@ -73,29 +71,34 @@ class _Graph:
         import cupy
         import torch
         self._torch_stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._stream = (cupy.cuda.ExternalStream(self._torch_stream.cuda_stream) if self._torch_stream
-                        else cupy.cuda.Stream(non_blocking=True))
+        self._stream = _as_cupy(self._torch_stream) if self._torch_stream else cupy.cuda.Stream(non_blocking=True)
         self._events = cupy.cuda.Event(), cupy.cuda.Event()
-
-        def run(times: int = 1):
-            for call in calls * times:
-                call()
-
+        self._warm = len(calls) == 1
         cupy.cuda.Device().synchronize()  # inputs were made on another stream
         with self._current():
-            run()  # compiles and allocates what the capture must not
-            one_pass = self._elapsed(run)
-            repeats = max(1, math.ceil(sample_us / one_pass))
-            self.calls = repeats * len(calls)
-            if self._torch_stream:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self._torch_stream):
-                    run(repeats)
-                self._replay = graph.replay
-            else:
-                self._stream.begin_capture()
-                run(repeats)
-                self._replay = self._stream.end_capture().launch
+            for call in calls:  # compiles and allocates what the capture must not
+                call()
+            self._replay = self._capture(calls)
+            self._replay()  # the first replay uploads the graph
+            repeats = max(1, math.ceil(sample_us / self._elapsed(self._replay)))
+            if repeats > 1:
+                self._replay = self._capture(calls * repeats)
+                self._replay()
+        self.calls = repeats * len(calls)
+
+    def _capture(self, calls: list[Callable]) -> Callable:
+        """What replays `calls` as one graph on the current stream."""
+        import torch
+        if self._torch_stream:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._torch_stream):
+                for call in calls:
+                    call()
+            return graph.replay
+        self._stream.begin_capture()
+        for call in calls:
+            call()
+        return self._stream.end_capture().launch
 
     @contextmanager
     def _current(self):
@@ -119,7 +122,17 @@ class _Graph:
     def sample(self) -> float:
         """Microseconds a call, of one replay."""
         with self._current():
+            if self._warm:
+                self._replay()  # the contender before may have emptied the cache
             return self._elapsed(self._replay) / self.calls
+
+
+def _as_cupy(torch_stream):
+    """PyTorch's stream as CuPy's: by the protocol of CuPy 14 where both have it, else by its address."""
+    import cupy
+    if hasattr(cupy.cuda.Stream, "from_external") and hasattr(torch_stream, "__cuda_stream__"):
+        return cupy.cuda.Stream.from_external(torch_stream)
+    return cupy.cuda.ExternalStream(torch_stream.cuda_stream)
 
 
 def host_times(contenders: dict[str, Callable], *, rounds: int = 30, warmup: int = 3,
@@ -165,13 +178,14 @@ def _rate(name, unit, amount, timing, how):
 
 def memory_ceilings(backend: Backend, nbytes: int = 1 << 30) -> list[Ceiling]:
     """Read and copy bandwidth of the device's memory, with kernels/ceilings/memory.cu over `nbytes` of random data."""
-    import cupy
     module = backend.compile("ceilings/memory.cu")
-    read, copy = module.kernel("read_bytes"), module.kernel("copy_bytes")
+    fill, read, copy = (module.kernel(name) for name in ("fill_words", "read_bytes", "copy_bytes"))
     # two buffers read in turn, so that a warm cache holds nothing of the one whose turn it is
-    a = [cupy.random.randint(0, 2**32, nbytes // 4, dtype=np.uint32) for _ in range(2)]
+    a = [backend.empty(nbytes // 4, np.uint32) for _ in range(2)]
     out = backend.empty(1, np.uint32)
     count, grid, block = np.uint64(nbytes // 16), (backend.multiprocessors * 4, 1, 1), (512, 1, 1)
+    for seed, buffer in enumerate(a):
+        fill(grid, block, [buffer, np.uint64(nbytes // 4), np.uint32(seed)])
     times = device_times({
         "read": [lambda x=x: read(grid, block, [x, out, count]) for x in a],
         "copy": [lambda: copy(grid, block, [a[0], a[1], count])],

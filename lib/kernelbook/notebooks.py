@@ -99,14 +99,22 @@ def fit(parameter: Parameter, value: Any) -> Any:
     try:
         return _coerce(value, parameter.type)
     except TypeError:
-        hint = ""
-        if isinstance(value, str) and parameter.type in (int, float) and _number(value) is not None:
-            hint = f"; YAML takes {value} for a string, write {_number(value)!r}"
         kind = parameter.type.__name__ if type(parameter.type) is type else parameter.type
         raise ValueError(f"parameter {parameter.name}: expected {kind}, got {value!r} "
-                         f"({type(value).__name__}){hint}") from None
+                         f"({type(value).__name__})") from None
     except ValueError as error:
         raise ValueError(f"parameter {parameter.name}: {error}") from None
+
+
+def fit_yaml(parameter: Parameter, value: Any) -> Any:
+    """`fit` for a value out of a YAML file, with a hint where YAML has read a number such as 1e-3 as a string."""
+    try:
+        return fit(parameter, value)
+    except ValueError as error:
+        number = _number(value) if isinstance(value, str) and parameter.type is float else None
+        if number is None:
+            raise
+        raise ValueError(f"{error}; YAML takes {value} for a string, write {number!r}") from None
 
 
 def parse(parameter: Parameter, text: str) -> Any:
@@ -205,7 +213,9 @@ def _coerce(value: Any, kind: Any) -> Any:
 
 
 def _number(text: str) -> float | None:
+    """The finite number that a text stands for."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

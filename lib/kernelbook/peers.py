@@ -16,6 +16,7 @@ class Peer:
     """name: the variant's name in records.  bits: bits a weight code has; 16 means the weights are not quantized.
     prepare: (weights float32 [N, K], group, copies) -> one callable x -> [M, N] for each copy of the weights.
     dtype: of its activations, a torch dtype's name.  missing: None, or why it cannot run here.
+    scale_bytes: bytes of scales and zeros that quantized weights have a group.
     """
 
     name: str
@@ -23,10 +24,11 @@ class Peer:
     dtype: str
     missing: str | None
     prepare: Callable
+    scale_bytes: int = 2
 
     def weight_bytes(self, n: int, k: int, group: int) -> int:
-        """Bytes of weights one call must read: the codes and, for quantized ones, a 16-bit scale a group."""
-        return n * k * self.bits // 8 + (n * k // group * 2 if self.bits < 16 else 0)
+        """Bytes of weights one call must read: the codes and, for quantized ones, what each group has."""
+        return n * k * self.bits // 8 + (n * k // group * self.scale_bytes if self.bits < 16 else 0)
 
 
 def _missing(module: str | None = None) -> str | None:
@@ -80,7 +82,7 @@ def all_peers() -> list[Peer]:
     torch_missing, humming_missing = _missing(), _missing("humming.layer")
     return [
         Peer("cublas_bf16", 16, "bfloat16", torch_missing, _cublas),
-        Peer("tinygemm_int4", 4, "bfloat16", torch_missing, _tinygemm),
+        Peer("tinygemm_int4", 4, "bfloat16", torch_missing, _tinygemm, scale_bytes=4),
         Peer("humming_int8", 8, "float16", humming_missing, _humming("int8")),
         Peer("humming_int4", 4, "float16", humming_missing, _humming("int4")),
     ]

@@ -83,10 +83,15 @@ def build(folders: Path | list[Path], out: Path | None = None) -> Path:
     """Write the report of run folders or folders of records; returns the path of its index.html.
 
     out: where the pages go, with copies of the records, logs and executed notebooks they link to; a single run
-    folder may take them itself (None). Raises ValueError for a folder that holds neither a run nor records, for
-    a committed record that is not valid, for folders of the same name, and for several folders without `out`.
+    folder may take them itself (None). Raises ValueError for a folder that is not there or holds neither a run nor
+    records, for a committed record that is not valid, for folders of the same name, and for several folders
+    without `out`.
     """
     folders = [Path(folder).resolve() for folder in ([folders] if isinstance(folders, Path | str) else folders)]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}; a report is made of run folders (runs/latest) or of "
+                             "folders of records (results/nvidia-h200)")
     names = Counter(folder.name for folder in folders)
     if max(names.values()) > 1:
         raise ValueError(f"two folders are called {names.most_common(1)[0][0]!r}; their pages would mix")

@@ -25,6 +25,7 @@ import yaml
 from tqdm import tqdm
 
 from kernelbook import ROOT, backends, notebooks, records
+from kernelbook.backends import cache
 
 RUNS = ROOT / "runs"
 PROFILES = ROOT / "notebooks" / "profiles"
@@ -57,7 +58,8 @@ def plan(profile: str, names: Iterable[str] = (), overrides: Iterable[str] = ())
     overrides: "name=value" texts, each for every chosen notebook that has such a parameter.
 
     Raises ValueError for an unknown profile, notebook or parameter (with the nearest name) and for a value
-    that is not of the parameter's type or not finite.
+    that is not of the parameter's type or not finite; BackendUnavailable where no backend can run, and
+    PermissionError where compiled kernels cannot be kept.
     """
     settings = _profile(profile)
     jobs, unused = [], dict(_split(override) for override in overrides)
@@ -69,7 +71,7 @@ def plan(profile: str, names: Iterable[str] = (), overrides: Iterable[str] = ())
         values = {}
         for name, value in settings["notebooks"].get(path.stem, {}).items():
             _require(name, known, f"profile {profile}: {path.stem}")
-            values[name] = _located(f"profile {profile}: {path.stem}", notebooks.fit, known[name], value)
+            values[name] = _located(f"profile {profile}: {path.stem}", notebooks.fit_yaml, known[name], value)
         for name in texts.keys() & known.keys():
             values[name] = _located(path.stem, notebooks.parse, known[name], texts[name])
             unused.pop(name, None)
@@ -77,6 +79,7 @@ def plan(profile: str, names: Iterable[str] = (), overrides: Iterable[str] = ())
     for name in unused:
         _require(name, sorted({p for path in paths for p in notebooks.parameters(path)}),
                  ", ".join(path.stem for path in paths))
+    _check_machine()
     return jobs
 
 
@@ -122,6 +125,15 @@ def read_state(folder: Path) -> dict:
         return json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder} is no run folder: it has no run.json") from None
+
+
+def _check_machine() -> None:
+    """Raise now what would else stop every notebook at its first kernel."""
+    cache.folder()
+    reasons = backends.available()
+    if None not in reasons.values():
+        raise backends.BackendUnavailable("no kernel can run here:\n" + "\n".join(
+            f"  {name}: {reason}" for name, reason in reasons.items()))
 
 
 def _profile(name: str) -> dict:

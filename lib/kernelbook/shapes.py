@@ -123,5 +123,3 @@ QWEN3_5_27B = Inventory("Qwen3.5-27B", hidden=5120, layers=64, heads=24, kv_head
     Projection("down", 5120, 17408, 64, "ffn"),
 ))
 """The shapes of prefill_breakdown: 48 layers of gated delta net, and softmax attention in each fourth."""
-
-MODELS = {model.name: model for model in (QWEN3_VL_2B, QWEN3_5_27B, SMOLLM2_135M)}

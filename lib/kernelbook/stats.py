@@ -1,4 +1,4 @@
-"""Error figures between a kernel's output and a reference, distances in ulp, and quantiles of samples."""
+"""Error figures between a kernel's output and a reference, and distances in ulp."""
 
 from dataclasses import dataclass
 
@@ -68,29 +68,6 @@ def ulp_difference(a, b) -> tuple[int, np.ndarray]:
         raise ValueError(f"a has shape {a.shape}, b {b.shape}; they must be equal")
     distance = np.where(np.isnan(a) | np.isnan(b), 2**32, np.abs(_order(a) - _order(b)))
     return int(distance.max(initial=0)), distance
-
-
-@dataclass(frozen=True)
-class Quantiles:
-    """Median, 10th and 90th percentile of n samples, in their unit."""
-
-    median: float
-    p10: float
-    p90: float
-    n: int
-
-
-def quantiles(samples) -> Quantiles:
-    """Quantiles of samples, interpolated linearly between neighbours.
-
-    Raises ValueError where there are none or one is NaN or infinite, TypeError for other than real numbers.
-    """
-    samples = _float64(samples, "samples").ravel()
-    if not samples.size or not np.isfinite(samples).all():
-        raise ValueError("quantiles need at least one sample, all finite; there are "
-                         f"{samples.size}, {np.count_nonzero(~np.isfinite(samples))} of them not finite")
-    p10, median, p90 = np.percentile(samples, [10, 50, 90])
-    return Quantiles(float(median), float(p10), float(p90), samples.size)
 
 
 def _float64(x, name):

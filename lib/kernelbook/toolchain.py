@@ -22,7 +22,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -35,7 +34,7 @@ from typing import NamedTuple
 
 import yaml
 
-from kernelbook.backends import cache
+from kernelbook.backends import cache, compiler
 from kernelbook.backends.source import BackendUnavailable, CompileError, Source
 
 NVIDIA = ("80", "89", "90a", "100", "120")
@@ -134,7 +133,7 @@ def compile_hip(source: Source, arch: str, extra_options: Iterable[str] = ()) ->
     Raises CompileError with the source line, BackendUnavailable without ziglang.
     """
     version = _ziglang()
-    compiler = f"clang of ziglang {version}"
+    clang = f"clang of ziglang {version}"
     # No contraction: clang would also contract __fmul_rn and __fadd_rn, which CUDA leaves apart.
     options = ["-x", "hip", f"--offload-arch={arch}", "--offload-device-only", "-nogpulib", "-nogpuinc",
                "-nostdinc", "-O3", "-std=c++20", "-ffp-contract=off", *source.flags, *extra_options]
@@ -150,26 +149,28 @@ def compile_hip(source: Source, arch: str, extra_options: Iterable[str] = ()) ->
             file.write_text(source.text, encoding="utf-8")
 
             def zig(*command: str) -> None:
-                done = subprocess.run([sys.executable, "-m", "ziglang", *command], cwd=folder,
-                                      capture_output=True, text=True, errors="replace")
+                try:
+                    done = compiler.call([sys.executable, "-m", "ziglang", *command], folder)
+                except TimeoutError as error:
+                    raise CompileError(source, f"{clang} for {arch}", str(error)) from error
                 if done.returncode:
-                    raise CompileError(source, f"{compiler} for {arch}", done.stderr)
+                    raise CompileError(source, f"{clang} for {arch}", done.stderr)
 
             zig("clang", *options, "-Iinclude", "-S", file.name, "-o", "kernel.s")
             zig("clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", "kernel.s", "-o", "kernel.o")
             zig("ld.lld", "-m", "elf64_amdgpu", "--no-undefined", "-shared", "kernel.o", "-o", "kernel.hsaco")
             return (folder / "kernel.hsaco").read_bytes(), (folder / "kernel.s").read_bytes()
 
-    binary, assembly = _cached(_key(source.hash, compiler, *options), (".hsaco", ".s"), build)
+    binary, assembly = _cached(_key(source.hash, clang, *options), (".hsaco", ".s"), build)
     text = assembly.decode()
     used = _amd_resources(text)
-    return CodeObject(arch, compiler, binary, text, used, _parse_amdgcn(text, used))
+    return CodeObject(arch, clang, binary, text, used, _parse_amdgcn(text, used))
 
 
 def disassemble(cubin: bytes) -> str:
     """nvdisasm's listing of a cubin's code.
 
-    Raises BackendUnavailable without nvdisasm, ValueError where it refuses the cubin.
+    Raises BackendUnavailable without nvdisasm, ValueError where it refuses the cubin, TimeoutError where it hangs.
     """
     nvdisasm = _nvdisasm()
 
@@ -177,10 +178,10 @@ def disassemble(cubin: bytes) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            done = subprocess.run([nvdisasm, "--print-code", file.name], capture_output=True)
+            done = compiler.call([nvdisasm, "--print-code", file.name])
         if done.returncode:
-            raise ValueError(f"{nvdisasm}: {done.stderr.decode(errors='replace').strip()}")
-        return (done.stdout,)
+            raise ValueError(f"{nvdisasm}: {done.stderr.strip()}")
+        return (done.stdout.encode(),)
 
     listing, = _cached(hashlib.sha256(cubin).hexdigest(), (".sass",), build)
     return listing.decode()

@@ -38,9 +38,22 @@ def test_an_output_that_is_not_finite_is_wrong_and_counted(lab):
     assert found["nonfinite"]["value"] == 2 and found["relative_frobenius"]["value"] is None
 
 
+def test_what_is_not_finite_beside_the_compared_part_is_wrong_and_counted(lab):
+    e = lab.errors("k", "v", {}, [1.0, np.nan], [1.0, 2.0], 1e9, nonfinite_elsewhere=3)
+    assert (e.relative_frobenius, e.nonfinite) == (np.inf, 4)
+    e = lab.errors("k", "w", {}, [1.0, 2.0], [1.0, 2.0], 1e9, nonfinite_elsewhere=1)
+    assert (e.relative_frobenius, e.nonfinite) == (np.inf, 1), "the compared part alone is right"
+    found = figures(lab, variant="w")
+    assert {m["status"] for m in found.values()} == {"wrong_result"}
+    assert found["nonfinite"]["value"] == 1 and found["relative_frobenius"]["value"] is None
+
+
+CEILINGS = {"read": Ceiling("read", 400.0, "GB/s", 390, 410, 9, "how"),
+            "bf16_matmul": Ceiling("bf16_matmul", 8.0, "TFLOP/s", 7, 9, 9, "how")}
+
+
 def test_rates_and_fractions_follow_from_a_time(lab):
-    lab.ceilings = {"read": Ceiling("read", 400.0, "GB/s", 390, 410, 9, "how"),
-                    "bf16_matmul": Ceiling("bf16_matmul", 8.0, "TFLOP/s", 7, 9, 9, "how")}
+    lab.ceilings = CEILINGS
     lab.record.environment["simulated"] = False
     timing = Timing(median=20.0, p10=10.0, p90=40.0, n=7)
     lab.time("k", "v", {"M": 1}, timing, "cold", nbytes=2_000_000, flop=40_000_000)
@@ -52,6 +65,16 @@ def test_rates_and_fractions_follow_from_a_time(lab):
         m = found[metric]
         assert (m["value"], m["p10"], m["p90"]) == pytest.approx((value, low, high)), metric
         assert (m["n"], m["cache"], m["host"]) == (7, "cold", False)
+
+
+@pytest.mark.parametrize("cache", ["warm", None])
+def test_only_what_memory_gave_has_a_bandwidth(lab, cache):
+    lab.ceilings = CEILINGS
+    lab.record.environment["simulated"] = False
+    lab.time("k", "v", {}, Timing(20.0, 10.0, 40.0, 7), cache, nbytes=2_000_000, flop=40_000_000)
+    assert figures(lab, cache=cache).keys() == {"time_us", "throughput_tflops", "fraction_of_bf16_matmul"}
+    lab.time("k", "v", {}, Timing(20.0, 10.0, 40.0, 7), "cold", nbytes=2_000_000)
+    assert figures(lab, cache="cold").keys() == {"time_us", "bandwidth_gbs", "fraction_of_read"}
 
 
 def test_a_time_of_the_host_has_no_fraction_of_a_devices_ceiling(lab):
@@ -81,6 +104,39 @@ def test_a_finding_becomes_a_verdict(lab):
     assert entry == {"claim": "G05", "verdict": "not testable here", "evidence": "blocks counted",
                      "measured": "2 blocks", "missing": experiments.NEEDS_GPU, "host": False}
     assert (box.claim.id, box.verdict) == ("G05", "not testable here")
+
+
+def around(median, spread=0.1):
+    return Timing(median, median * (1 - spread), median * (1 + spread), 9)
+
+
+FASTER, SLOWER = (around(20), around(10)), (around(10), around(20))
+CLOSE = (around(11), around(10))
+WIDE = (around(20, 0.6), around(10)), (around(10), around(20, 0.6))
+"""Twice the median, and yet within reach of each other."""
+TOUCHING = Timing(5, 4, 6, 9), Timing(7, 6, 8, 9)
+"""One's 90th percentile is the other's 10th."""
+
+
+@pytest.mark.parametrize("pairs, verdict", [
+    ([FASTER], "reproduced"), ([FASTER, FASTER], "reproduced"),
+    ([FASTER, FASTER, CLOSE], "direction holds"), ([FASTER, FASTER, SLOWER], "direction holds"),
+    ([FASTER, CLOSE], "not reproduced"), ([FASTER, SLOWER], "not reproduced"), ([CLOSE], "not reproduced"),
+    ([WIDE[0]], "not reproduced"), ([WIDE[1]], "not reproduced"),
+    ([TOUCHING], "not reproduced"), ([TOUCHING[::-1]], "not reproduced"),
+    ([SLOWER], "contradicted"), ([SLOWER, SLOWER], "contradicted"),
+    ([SLOWER, SLOWER, CLOSE], "not reproduced"), ([SLOWER, SLOWER, FASTER], "not reproduced"),
+])
+def test_verdict_on_a_speed(pairs, verdict):
+    assert experiments.speed_verdict(pairs) == verdict
+    capped = "direction holds" if verdict == "reproduced" else verdict
+    assert experiments.speed_verdict(pairs, ["q 64 x 64"]) == capped, "a wrong result takes the full verdict away"
+
+
+def test_evidence_names_what_was_left_out():
+    assert experiments.omitted([]) == ""
+    assert experiments.omitted(["q 64 x 64", "k 8 x 64"]) == (
+        " Left out, since their results are wrong: q 64 x 64, k 8 x 64.")
 
 
 def test_ceilings_without_a_gpu_are_the_hosts_own(lab, monkeypatch):

@@ -80,6 +80,18 @@ def test_integer_sums_do_not_depend_on_nsplit(backend):
         assert np.array_equal(backend.numpy(gemm.sums), op.integer_sums(codes, s))
 
 
+def test_a_group_whose_sum_may_not_fit_int32_is_refused(backend):
+    def weights(group):
+        return formats.Strips(np.zeros((group, 128), np.int8), np.ones((1, 128), np.float32), 128, group, group, "int8")
+    words = r"group of 131072 .* = 2147483648, more than an int32's 2147483647; take groups of at most 131071"
+    with pytest.raises(ValueError, match=words):
+        op.GroupedGemm(backend, weights(131072), "int8")
+    with pytest.raises(ValueError, match=words):
+        op.Linear(weights(131072), backend, activations="int8")
+    op._check_activations("int8", 131071)
+    op._check_activations("float", 131072)
+
+
 def test_largest_codes_fill_no_int32(backend):
     s = formats.Strips(np.full((128, 128), -128, np.int8), np.ones((1, 128), np.float32), 128, 128, 128, "int8")
     out = run(backend, s, (np.full((1, 128), 127, np.int8), np.ones((1, 1), np.float32)), "int8")
@@ -136,6 +148,10 @@ def test_nothing_to_do(backend):
     s = strips(8, 64)
     gemm = op.GroupedGemm(backend, s)
     assert backend.numpy(gemm(backend.empty((0, 64), np.float32))).shape == (0, 8)
+    out = backend.empty((0, 8), np.float32)
+    assert gemm(backend.empty((0, 64), np.float32), out=out) is out
+    with pytest.raises(ValueError, match=r"out has shape \(1, 8\); expected \(0, 8\)"):
+        gemm(backend.empty((0, 64), np.float32), out=backend.empty((1, 8), np.float32))
     x = normal(1, 64)
     assert relative(backend.numpy(gemm(backend.array(x))), op.reference(x, s)) <= BOUND
 
@@ -146,6 +162,41 @@ def test_activations_that_are_not_finite_come_out(backend, value):
     x[1, 5] = value
     out = run(backend, strips(8, 64), x)
     assert np.isfinite(out[0]).all() and not np.isfinite(out[1]).any()
+
+
+def kinds(values):
+    """Of each value: 0 finite, 1 and -1 infinite, 2 NaN."""
+    return np.where(np.isnan(values), 2, np.where(np.isinf(values), np.sign(values), 0))
+
+
+@pytest.mark.parametrize("nsplit", [1, 3])
+def test_values_that_are_not_finite_come_out_as_in_float64(backend, nsplit):
+    """In the first group, the middle and the last, alone and against each other, in one group and in two."""
+    s, rows = strips(8, 160), []
+    for values in [{5: np.inf}, {70: -np.inf}, {159: np.inf}, {3: np.nan}, {3: np.inf, 4: np.inf},
+                   {3: np.inf, 90: np.inf}, {3: np.inf, 90: -np.inf}, {3: -np.inf, 159: np.nan}, {}]:
+        rows.append(normal(1, 160)[0])
+        rows[-1][list(values)] = list(values.values())
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows.append(np.full(160, 7e4).astype(np.float16).astype(np.float32))  # past float16's 65504: infinite
+        x = np.stack(rows)
+        expected = kinds(op.reference(x, s))
+    assert {-1, 0, 1, 2} <= set(expected.ravel())
+    assert np.array_equal(kinds(run(backend, s, x, nsplit=nsplit)), expected)
+
+    codes, scales = rng(3).integers(-127, 128, (4, 160), np.int8), np.ones((4, 5), np.float32)
+    scales[0, 2], scales[1, 0], scales[2, 4] = np.nan, np.inf, -np.inf
+    with np.errstate(invalid="ignore"):
+        expected = kinds((op.integer_sums(codes, s) * scales[:, :, None].astype(np.float64)).sum(axis=1))
+    assert set(expected.ravel()) == {-1, 0, 1, 2}
+    assert np.array_equal(kinds(run(backend, s, (codes, scales), "int8", nsplit=nsplit)), expected)
+
+
+def test_a_sum_past_float32_stays_infinite(backend):
+    """What an addition that overflows has lost is infinite, and no carry."""
+    s = formats.Strips(np.ones((128, 128), np.int8), np.ones((4, 128), np.float32), 128, 128, 32, "int8")
+    out = run(backend, s, np.full((1, 128), 6e36, np.float32), nsplit=1)
+    assert np.isposinf(out).all()
 
 
 def test_simulator_gives_the_integers_that_were_recorded_on_a_gpu(simulator):
@@ -237,6 +288,9 @@ def test_bad_input_is_refused_before_a_launch(backend):
         (ValueError, "strides", lambda: gemm(backend.array(normal(2, 128))[:, ::2], out=untouched)),
         (ValueError, "nsplit = 3", lambda: gemm(x, nsplit=3, out=untouched)),
         (ValueError, "nsplit = 0", lambda: gemm(x, nsplit=0, out=untouched)),
+        (TypeError, "nsplit is 1.5 of type float; expected an integer", lambda: gemm(x, nsplit=1.5, out=untouched)),
+        (TypeError, "nsplit is '2' of type str", lambda: gemm(x, nsplit="2", out=untouched)),
+        (TypeError, "nsplit is True of type bool", lambda: gemm(x, nsplit=True, out=untouched)),
         (ValueError, r"out has shape \(1, 8\)", lambda: gemm(x, out=untouched[:1])),
         (ValueError, "partial has shape",
          lambda: gemm(x, nsplit=2, out=untouched, partial=backend.empty((1, 2, 8), "f4"))),
@@ -246,7 +300,15 @@ def test_bad_input_is_refused_before_a_launch(backend):
         (ValueError, "'int2'|int2", lambda: op.GroupedGemm(backend, s, "int2")),
         (ValueError, "K = 100", lambda: op.GroupedGemm(backend, strips(8, 100))),
         (ValueError, "keep_sums", lambda: op.GroupedGemm(backend, s, keep_sums=True)),
-        (ValueError, "max_rows", lambda: op.HostGemm(gemm, 0)),
+        (ValueError, "max_rows = 0; expected at least 1", lambda: op.HostGemm(gemm, 0)),
+        (TypeError, "max_rows is 2.5", lambda: op.HostGemm(gemm, 2.5)),
+        (TypeError, "x is a float with dtype float64; expected float32", lambda: op.Linear(s, backend)(3.0)),
+        (ValueError, r"x has shape \(64,\); expected \[M, 64\]", lambda: op.Linear(s, backend)(normal(1, 64)[0])),
+        (ValueError, "'fp8'", lambda: op.Linear(s, backend, activations="fp8")),
+        (ValueError, "gate = nan; expected", lambda: op.Linear(s, backend, gate=np.nan)),
+        (ValueError, "gate = -1; expected", lambda: op.Linear(s, backend, gate=-1)),
+        (TypeError, "gate is '1e7'", lambda: op.Linear(s, backend, gate="1e7")),
+        (ValueError, "max_rows = 0", lambda: op.Linear(s, backend, max_rows=0)),
         (ValueError, "M = 3", lambda: op.HostGemm(gemm, 2)(normal(3, 64))),
         (TypeError, "float64", lambda: op.HostGemm(gemm, 2)(np.ones((2, 64)))),
         (TypeError, "float64", lambda: op.CpuGemm(s)(np.ones((2, 64)))),
@@ -255,6 +317,30 @@ def test_bad_input_is_refused_before_a_launch(backend):
         with pytest.raises(kind, match=words):
             call()
     assert (backend.numpy(untouched) == 7).all()
+
+
+def test_outputs_that_share_memory_with_what_is_read_are_refused(backend):
+    s = strips(64, 64)
+    gemm, int8 = op.GroupedGemm(backend, s), op.GroupedGemm(backend, s, "int8")
+    memory = backend.array(np.full(1024, 7, np.float32))
+    x, out = memory[:128].reshape(2, 64), backend.empty((2, 64), np.float32)
+    codes, scales = backend.array(np.ones((2, 64), np.int8)), memory[128:132].reshape(2, 2)
+    overlapping = memory[124:252].reshape(2, 64)
+    partial = memory[124:380].reshape(2, 2, 64)
+    cases = [
+        ("out overlaps x", lambda: gemm(x, out=x)),
+        ("out overlaps x", lambda: gemm(x, out=overlapping)),
+        ("out overlaps x scales", lambda: int8((codes, scales), out=overlapping)),
+        ("out overlaps x codes", lambda: int8((memory.view(np.int8)[:128].reshape(2, 64), scales), out=x)),
+        ("partial overlaps x", lambda: gemm(x, nsplit=2, out=out, partial=partial)),
+        ("out overlaps partial", lambda: gemm(out, nsplit=2, out=overlapping, partial=partial)),
+        ("out overlaps the weights' scales", lambda: gemm(x, out=gemm._scales[:1].reshape(2, 64))),
+    ]
+    for words, call in cases:
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert (backend.numpy(memory) == 7).all()
+    gemm(x, out=memory[128:256].reshape(2, 64))  # side by side is apart
 
 
 def test_weights_are_checked_before_they_are_sent(backend):

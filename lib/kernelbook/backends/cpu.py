@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import weakref
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kernelbook.backends import cache
+from kernelbook.backends import cache, compiler
 from kernelbook.backends.source import BackendUnavailable, CompileError, Source
 
 # Limits of an NVIDIA GPU of compute capability 9.0, the same for every block and launch.
@@ -119,11 +118,10 @@ _BASE_FLAGS = ("-std=c++20", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=o
 
 
 class _Compiler:
-    """The host's C++ compiler. Raises BackendUnavailable where there is none."""
+    """The host's C++ compiler. Raises BackendUnavailable where there is none, or none that answers."""
 
     def __init__(self):
-        self.command = self._find()
-        self.version = subprocess.run([*self.command, "--version"], capture_output=True, text=True).stdout
+        self.command, self.version = self._find()
         clang = re.search(r"clang version (\S+)", self.version)
         number = clang[1] if clang else self.version.splitlines()[0].split()[-1]
         zig = "ziglang" in self.command
@@ -144,19 +142,27 @@ class _Compiler:
             self.flags.append("-march=x86_64_v3" if zig else "-march=x86-64-v3")
 
     @staticmethod
-    def _find() -> list[str]:
-        if os.environ.get("CXX"):
-            command = shlex.split(os.environ["CXX"])
+    def _find() -> tuple[list[str], str]:
+        """The compiler's command and what it says of its version."""
+        chosen, found = os.environ.get("CXX"), None
+        if chosen:
+            command = shlex.split(chosen)
             if not shutil.which(command[0]):
-                raise BackendUnavailable(f"CXX is {os.environ['CXX']!r}, which is no program here; "
+                raise BackendUnavailable(f"CXX is {chosen!r}, which is no program here; "
                                          "set it to a C++20 compiler or unset it")
-            return command
-        for name in ("g++", "clang++"):
-            if shutil.which(name):
-                return [name]
-        command = [sys.executable, "-m", "ziglang", "c++"]
-        if subprocess.run([*command, "--version"], capture_output=True).returncode == 0:
-            return command
+        else:
+            found = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
+            command = [found] if found else [sys.executable, "-m", "ziglang", "c++"]
+        try:
+            answer = compiler.call([*command, "--version"], timeout_s=60)
+        except (TimeoutError, PermissionError) as error:
+            raise BackendUnavailable(str(error)) from error
+        if answer.returncode == 0 and answer.stdout.strip():
+            return command, answer.stdout
+        if chosen or found:
+            raise BackendUnavailable(f"`{' '.join(command)} --version` tells no version: "
+                                     f"{answer.stderr.strip() or f'exit code {answer.returncode}'}; "
+                                     "set CXX to a C++20 compiler")
         raise BackendUnavailable("the CPU simulator needs a C++20 compiler and finds neither g++ nor clang++ nor the "
                                  "package ziglang; install one (apt install g++, or pip install ziglang) or set CXX")
 
@@ -183,7 +189,10 @@ class _Compiler:
         return cache.get(name, build)
 
     def _run(self, source, folder, arguments):
-        done = subprocess.run([*self.command, *arguments], cwd=folder, capture_output=True, text=True)
+        try:
+            done = compiler.call([*self.command, *arguments], folder)
+        except TimeoutError as error:
+            raise CompileError(source, self.name, str(error)) from error
         if done.returncode:
             raise CompileError(source, self.name, done.stderr)
 
@@ -460,11 +469,13 @@ class CpuKernel:
                            tuple(fault.thread) if fault.in_block == 2 else None)
 
     def _line(self, code):
-        """File and line of an instruction, (None, None) where there is no addr2line (part of binutils, as g++ is)."""
+        """File and line of an instruction, (None, None) where addr2line (of binutils, as g++ is) does not answer."""
         if not shutil.which("addr2line"):
             return None, None
-        text = subprocess.run(["addr2line", "-i", "-e", str(self.module.path), hex(code)],
-                              capture_output=True, text=True).stdout
+        try:
+            text = compiler.call(["addr2line", "-i", "-e", str(self.module.path), hex(code)], timeout_s=60).stdout
+        except TimeoutError:
+            return None, None
         # The innermost inlined function first; what matters is the line in the kernel's own file.
         places = re.findall(r"([^/\n]+):(\d+)", text)
         own = [p for p in places if p[0] == self.module.source.file.name]

@@ -22,7 +22,7 @@ class CudaBackend:
         try:
             count = cupy.cuda.runtime.getDeviceCount()
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise BackendUnavailable(f"no NVIDIA GPU: {error}") from error
+            raise BackendUnavailable(_without_devices(cupy.cuda.runtime, error)) from error
         if count == 0:
             raise BackendUnavailable("no NVIDIA GPU: the driver lists none")
         self.xp = cupy
@@ -31,7 +31,6 @@ class CudaBackend:
         self.device = properties["name"].decode()
         self.multiprocessors = properties["multiProcessorCount"]
         self.l2_bytes = properties["l2CacheSize"]
-        self.memory_bytes = properties["totalGlobalMem"]
         capability = f"{properties['major']}{properties['minor']}"
         self.arch = capability + ("a" if capability == "90" else "")
         self._modules: dict[str, CudaModule] = {}
@@ -85,6 +84,21 @@ class CudaBackend:
         """Copy to the host and return when it is there (cudaMemcpy)."""
         self.xp.cuda.runtime.memcpy(host.ctypes.data, device.data.ptr, host.nbytes,
                                     self.xp.cuda.runtime.memcpyDeviceToHost)
+
+
+def _without_devices(runtime, error) -> str:
+    """Why the driver lists no devices. CUDA has one error for a driver that is too old and for none at all."""
+    if "cudaErrorInsufficientDriver" not in str(error):
+        return f"no NVIDIA GPU: {error}"
+    try:
+        driver, built_for = (f"{version // 1000}.{version % 1000 // 10}"
+                             for version in (runtime.driverGetVersion(), runtime.runtimeGetVersion()))
+    except Exception:  # with such a driver the question itself may fail, in any way it likes
+        return f"no NVIDIA driver, or one older than the CUDA that CuPy is built for: {error}"
+    if driver == "0.0":
+        return f"no NVIDIA driver is installed; CuPy, built for CUDA {built_for}, needs one (and a GPU)"
+    return (f"the NVIDIA driver is too old: it runs CUDA up to {driver}, and CuPy is built for CUDA {built_for}; "
+            f"update the driver, or install the CuPy of CUDA {driver.partition('.')[0]}")
 
 
 class CudaModule:

@@ -6,7 +6,8 @@ only its sign does. A claim without a figure is reproduced where it holds on eve
 it does on most.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,15 @@ class Lab:
                                 value=c.value, unit=c.unit, p10=c.p10, p90=c.p90, n=c.n, host=c in host)
         return found + host
 
-    def errors(self, kernel: str, variant: str, case: dict, out, reference, bound: float) -> stats.Errors:
-        """Record every error figure of `out`; the case has passed where relative Frobenius is within `bound`."""
+    def errors(self, kernel: str, variant: str, case: dict, out, reference, bound: float,
+               nonfinite_elsewhere: int = 0) -> stats.Errors:
+        """Record every error figure of `out`; the case has passed where relative Frobenius is within `bound`.
+
+        nonfinite_elsewhere: NaN and infinite values of the output in a part that is not compared; none may be there.
+        """
         e = stats.errors(out, reference)
+        if nonfinite_elsewhere:
+            e = replace(e, relative_frobenius=np.inf, nonfinite=e.nonfinite + nonfinite_elsewhere)
         passed = e.relative_frobenius <= bound
         status = {} if passed else {"status": "wrong_result", "reason": f"relative Frobenius "
                                     f"{e.relative_frobenius:.3g} exceeds {bound:g}"}
@@ -82,16 +89,17 @@ class Lab:
 
     def time(self, kernel: str, variant: str, case: dict, timing: measure.Timing, cache: str | None, *,
              nbytes: int = 0, flop: int = 0, host: bool = False) -> None:
-        """Record a time and, from the bytes and FLOP of a call, its rates and their fractions of the ceilings.
+        """Record a time and, from the FLOP and bytes of a call, its rates and their fractions of the ceilings.
 
-        nbytes counts each input and each output once.
+        nbytes counts each input and each output once. Only a cold time gives a bandwidth: what a cache holds was not
+        read from memory.
         """
         def put(metric, value, p10, p90, unit):
             self.record.measure(kernel=kernel, variant=variant, case=case, metric=metric, value=value, p10=p10, p90=p90,
                                 unit=unit, n=timing.n, cache=cache, host=host)
 
         put("time_us", timing.median, timing.p10, timing.p90, "us")
-        rates = [("bandwidth_gbs", nbytes / 1e3, "GB/s", "read"),
+        rates = [("bandwidth_gbs", nbytes / 1e3 if cache == "cold" else 0, "GB/s", "read"),
                  ("throughput_tflops", flop / 1e6, "TFLOP/s", "bf16_matmul")]
         for metric, amount, unit, ceiling in rates:
             if amount:
@@ -109,6 +117,26 @@ class Lab:
 def not_timed(claim: str, evidence: str, data: Any = None, measured: str = "") -> Finding:
     """The finding on a speed claim where there is no GPU; `evidence` says what could be shown all the same."""
     return Finding(claim, "not testable here", evidence, measured, missing=NEEDS_GPU, data=data)
+
+
+def speed_verdict(pairs: Sequence[tuple[measure.Timing, measure.Timing]], left_out: Sequence[str] = ()) -> str:
+    """On a claim that something is faster: pairs of the time without it and with it, one a case.
+
+    A case counts for or against only where the two do not overlap between their 10th and 90th percentiles. left_out:
+    cases that gave a wrong result; with any, a claim is not reproduced in full.
+    """
+    for_it = sum(without.p10 > with_it.p90 for without, with_it in pairs)
+    against = sum(without.p90 < with_it.p10 for without, with_it in pairs)
+    if for_it == len(pairs):
+        return "direction holds" if left_out else "reproduced"
+    if against == len(pairs):
+        return "contradicted"
+    return "direction holds" if for_it > len(pairs) / 2 else "not reproduced"
+
+
+def omitted(left_out: Sequence[str]) -> str:
+    """The sentence that an evidence ends with where cases gave a wrong result."""
+    return f" Left out, since their results are wrong: {', '.join(left_out)}." if left_out else ""
 
 
 def summary(environment: dict) -> dict[str, str]:

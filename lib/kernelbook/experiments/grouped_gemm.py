@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 
 from kernelbook import backends, counters, formats, measure, peers, shapes, smollm2, stats, toolchain
-from kernelbook.experiments import Finding, Lab, not_timed
+from kernelbook.experiments import Finding, Lab, not_timed, omitted, speed_verdict
 from kernelbook.ops import grouped_gemm as op
 
 KERNEL = "grouped_gemm"
@@ -21,6 +21,23 @@ PRECISIONS = ("int8", "int4")
 
 
 # ---------------------------------------------------------------- inputs
+
+def check_parameters(*, layers: list[int], rows: int, selftest_rows: list[int], selftest_columns: list[int],
+                     perplexity_tokens: int, sweep_rows: list[int]) -> None:
+    """Raise ValueError, naming the first value that no experiment can use and what was expected, before any runs."""
+    depth = shapes.SMOLLM2_135M.layers
+    rules = [("rows", [rows], 1, 8192), ("selftest_rows", selftest_rows, 1, 4096),
+             ("selftest_columns", selftest_columns, 1, 1 << 20), ("sweep_rows", sweep_rows, 1, 4096),
+             ("layers", layers, 0, depth - 1)]
+    for name, values, low, high in rules:
+        if not values:
+            raise ValueError(f"{name} is empty; expected at least one value from {low} to {high}")
+        for value in values:
+            if not low <= value <= high:
+                raise ValueError(f"{name}: {value}; expected {low} to {high}")
+    if perplexity_tokens != 0 and perplexity_tokens < 16:
+        raise ValueError(f"perplexity_tokens: {perplexity_tokens}; expected 0 for none, or at least 16")
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -42,7 +59,8 @@ def real_inputs(model: smollm2.Model, layers: Sequence[int], rows: int) -> Input
     projections = {name: (model.weights[name].numpy(), x)
                    for name, x in model.activations(tokens, layers).items()}
     blocks = {smollm2.LM_HEAD: ("Q8_0", formats.gguf_tensor(smollm2.path(), smollm2.LM_HEAD).data)}
-    return Inputs(f"SmolLM2-135M-Instruct, layers {', '.join(map(str, layers))} on {rows} tokens of prose",
+    return Inputs(f"SmolLM2-135M-Instruct (its file's 4-bit Q4_1 weights and Q8_0 embedding as floats), layers "
+                  f"{', '.join(map(str, layers))} on {rows} tokens of prose",
                   projections, _with_blocks(projections, blocks))
 
 
@@ -93,9 +111,18 @@ def distinct(model: shapes.Inventory) -> list[shapes.Projection]:
     return list(first.values())
 
 
-def _passes(lab: Lab, variant: str, case: dict, out, reference, bound: float = BOUND) -> bool:
-    """Record the errors of `out`; whether relative Frobenius is within `bound`."""
-    return lab.errors(KERNEL, variant, case, out, reference, bound).relative_frobenius <= bound
+def _passes(lab: Lab, variant: str, case: dict, out, reference, bound: float = BOUND, columns=None) -> bool:
+    """Record the errors of `out`; whether relative Frobenius is within `bound`.
+
+    columns: those that `reference` holds, where it does not hold all; the others must be finite.
+    """
+    elsewhere = 0
+    if columns is not None and len(columns) < out.shape[1]:
+        case = case | {"columns compared": len(columns)}
+        part = out[:, columns]
+        elsewhere = int(np.count_nonzero(~np.isfinite(out)) - np.count_nonzero(~np.isfinite(part)))
+        out = part
+    return lab.errors(KERNEL, variant, case, out, reference, bound, elsewhere).relative_frobenius <= bound
 
 
 def _none_right(claim: str, data=None) -> Finding:
@@ -122,10 +149,15 @@ def artifact(lab: Lab, inputs: Inputs, rows: int = 2) -> Finding:
         outs = {place: _multiply(op.GroupedGemm(backend(), strips), [x]) for place, backend in places.items()}
         outs["CPU path (PyTorch)"] = op.CpuGemm(strips)(x)
         first = next(iter(outs.values()))
-        case = {"M": rows, "N": strips.n, "K": strips.k, "group": strips.group, "codes": strips.precision}
+        case = {"M": rows, "N": strips.n, "K": strips.k, "group": strips.group, "codes": strips.precision,
+                "tensor": name}
+        lab.record.measure(kernel="formats", variant=kind, case=case, metric="bytes_changed_by_round_trip",
+                           value=int(np.count_nonzero(formats.blocks_from_strips(strips) != blocks)), unit="1")
         for place, out in outs.items():
-            bound = CPU_BOUND if "CPU path" in place else BOUND
-            error = lab.errors(KERNEL, place, case | {"tensor": name}, out, ref, bound)
+            bound, variant = (CPU_BOUND, "cpu_path") if "CPU path" in place else (BOUND, VARIANTS["float"])
+            error = lab.errors(KERNEL, variant, case | {"where": place}, out, ref, bound)
+            lab.record.measure(kernel=KERNEL, variant=variant, case=case | {"where": place}, unit="1",
+                               metric="outputs_with_other_bits", value=int(np.count_nonzero(out != first)))
             agree &= error.relative_frobenius <= bound
             table.append({"tensor": name, "kind": kind, "N": strips.n, "K": strips.k, "round trip exact": round_trip,
                           "values as gguf's": same_values, "where": place, "error": error.relative_frobenius,
@@ -167,7 +199,7 @@ def selftest(lab: Lab, rows: Iterable[int] = SELFTEST_ROWS, columns: Iterable[in
     On a GPU the simulator runs every case too, and its bits are compared with the GPU's. The data is the worst relative
     Frobenius error by (activations, codes, M).
     """
-    rows = tuple(rows)
+    rows, columns, precisions = tuple(rows), tuple(columns), tuple(precisions)
     places = [lab.backend]
     if lab.timed and backends.available()["cpu"] is None:
         places.append(backends.get("cpu"))
@@ -208,10 +240,15 @@ def selftest(lab: Lab, rows: Iterable[int] = SELFTEST_ROWS, columns: Iterable[in
                       missing="M = 1 and an M of at least 32 among the rows of the selftest")
     bits = (f" The simulator ran every case too; its outputs differ from the GPU's in some bit in {unequal} cases."
             if len(places) > 1 else "")
-    g14 = Finding("G14", "reproduced" if failures == 0 else "contradicted",
-                  f"{cases} cases (int8 and int4 codes x M in {rows} x N in {tuple(columns)} x K and group in "
+    odd = [n for n in columns if n % op.COLUMNS]
+    lacking = ", ".join(what for what, there in (("M = 1", 1 in rows), ("an M of at least 32", max(rows) >= 32),
+                                                 ("an N that is no multiple of 4", odd), ("int8 and int4 codes",
+                                                 set(precisions) == set(PRECISIONS))) if not there)
+    g14 = Finding("G14", "contradicted" if failures else "not testable here" if lacking else "reproduced",
+                  f"{cases} cases ({' and '.join(precisions)} codes x M in {rows} x N in {columns} x K and group in "
                   f"{tuple(k_group)} x both kernels), {failures} beyond {BOUND:g}.{bits}",
-                  f"{cases - failures} of {cases} cases pass", data=worst)
+                  f"{cases - failures} of {cases} cases pass", data=worst,
+                  missing=f"{lacking} among the cases of the selftest" if lacking and not failures else None)
     return g01, g14
 
 
@@ -230,6 +267,8 @@ def partition(lab: Lab, m: int = 3, n: int = 65, k: int = 2048, group: int = 32)
     for nsplit in nsplits:
         gemm(args, nsplit=nsplit)
         wrong[nsplit] = int(np.count_nonzero(lab.backend.numpy(gemm.sums) != exact))
+        lab.record.measure(kernel=KERNEL, variant=VARIANTS["int8"], metric="group_sums_wrong", value=wrong[nsplit],
+                           case={"M": m, "N": n, "K": k, "group": group, "codes": "int8", "nsplit": nsplit}, unit="1")
     digest = hashlib.sha256(exact.astype("<i4").tobytes()).hexdigest()[:12]
     lab.record.measure(kernel=KERNEL, variant=VARIANTS["int8"], metric="group_sums_checksum", value=int(digest, 16),
                        case={"M": m, "N": n, "K": k, "group": group, "codes": "int8"}, unit="sha256, first 48 bits")
@@ -241,6 +280,9 @@ def partition(lab: Lab, m: int = 3, n: int = 65, k: int = 2048, group: int = 32)
         one((lab.backend.array(np.full((1, group), activation, np.int8)),
              lab.backend.array(np.ones((1, 1), np.float32))))
         extremes[weight, activation] = int(lab.backend.numpy(one.sums)[0, 0, 0])
+        lab.record.measure(kernel=KERNEL, variant=VARIANTS["int8"], metric="group_sum", unit="1",
+                           value=extremes[weight, activation],
+                           case={"group": group, "weight": weight, "activation": activation})
     sound = not any(wrong.values()) and all(s == group * w * a for (w, a), s in extremes.items())
     return Finding(
         "G03", "reproduced" if sound else "contradicted",
@@ -259,21 +301,32 @@ def order(lab: Lab, m: int = 2, n: int = 1000, k: int = 2048, repeats: int = 5) 
     nsplits = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= strips.groups]
     unequal, outs = 0, {}
     for nsplit in nsplits:
-        runs = [lab.backend.numpy(gemm(x, nsplit=nsplit)) for _ in range(repeats)]
+        # fresh partial sums for each run: those of the run before would be right ones
+        runs = [lab.backend.numpy(gemm(x, nsplit=nsplit, partial=lab.backend.empty((nsplit, m, n), np.float32)))
+                for _ in range(repeats)]
         unequal += sum(not np.array_equal(runs[0].view(np.int32), run.view(np.int32)) for run in runs[1:])
         outs[nsplit] = runs[0]
     ulps = {nsplit: stats.ulp_difference(out, outs[1]) for nsplit, out in outs.items()}
     changed = {nsplit: float((d > 0).mean()) for nsplit, (_, d) in ulps.items()}
-    largest = max(top for top, _ in ulps.values())
+    widest = max(ulps, key=lambda nsplit: ulps[nsplit][0])
+    largest, distances = ulps[widest]
+    # an ulp is small beside small values: say how large the output is where the distance is largest
+    there = np.unravel_index(distances.argmax(), distances.shape)
+    size = abs(float(outs[1][there])) / float(np.sqrt(np.mean(np.square(outs[1], dtype=np.float64))))
     for nsplit, (top, _) in ulps.items():
+        case = {"M": m, "N": n, "K": k, "group": 32, "codes": "int8", "nsplit": nsplit}
         lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric="max_ulp_from_nsplit_1", value=int(top),
-                           case={"M": m, "N": n, "K": k, "group": 32, "codes": "int8", "nsplit": nsplit}, unit="ulp")
+                           case=case, unit="ulp")
+        lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric="share_of_outputs_changed_from_nsplit_1",
+                           value=changed[nsplit], case=case, unit="1")
+    lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric="repeats_with_other_bits", value=unequal,
+                       case={"M": m, "N": n, "K": k, "group": 32, "codes": "int8", "repeats": repeats}, unit="1")
+    other = (f"Another nsplit changes bits of up to {max(changed.values()):.0%} of the outputs, at the median of "
+             f"nsplit {widest} by {np.median(distances):.0f} ulp and at most by {largest}, at an output of {size:.1g} "
+             "of the RMS." if largest else "No other nsplit changes any bit.")
     return Finding(
-        "G04", "reproduced" if unequal == 0 and max(changed.values()) > 0 else
-        "direction holds" if unequal == 0 else "contradicted",
-        f"{repeats} runs at each of nsplit {', '.join(map(str, nsplits))}: {unequal} differ in any bit. Another nsplit "
-        f"does change bits: up to {max(changed.values()):.0%} of the outputs, and at most {largest} ulp (the largest "
-        "distances are at outputs near zero).",
+        "G04", "reproduced" if unequal == 0 and largest else "direction holds" if unequal == 0 else "contradicted",
+        f"{repeats} runs at each of nsplit {', '.join(map(str, nsplits))}: {unequal} differ in any bit. {other}",
         f"{unequal} of {(repeats - 1) * len(nsplits)} repeats differ; other nsplit: up to {largest} ulp",
         data={"ulps": {s: d.ravel() for s, (_, d) in ulps.items()}, "changed": changed})
 
@@ -321,10 +374,15 @@ def transactions(lab: Lab) -> Finding:
     per_load = {"codes": sectors(lanes * op.COLUMNS), "activation": sectors(np.zeros(32, int))}
     counted = _count_sectors(lab)
     for row in rows:
-        for metric in ("registers", "spill_bytes", "shared_bytes", "instructions_per_mac"):
+        variant = VARIANTS[row["kernel"].removeprefix("grouped_gemm_")]
+        for metric in ("registers", "spill_bytes", "shared_bytes", "macs", "instructions_per_mac", "loads_per_mac",
+                       "conversions_per_mac"):
             if row.get(metric) is not None:
-                lab.record.measure(kernel=KERNEL, variant=row["kernel"], case={"target": row["target"], "group": 32},
+                lab.record.measure(kernel=KERNEL, variant=variant, case={"target": row["target"], "group": 32},
                                    metric=metric, value=row[metric], unit="1")
+        for width, count in row["global_loads"].items():
+            lab.record.measure(kernel=KERNEL, variant=variant, metric="global_loads", value=count, unit="1",
+                               case={"target": row["target"], "group": 32, "bits": int(width)})
     # a group takes 32 loads of four codes; of the others, only those of int8 activations may be narrower
     nvidia = [row for row in rows if row["target"].startswith("sm_")]
     bytewise = {"grouped_gemm_int8": 32, "grouped_gemm_float": 0}
@@ -372,8 +430,10 @@ def _count_sectors(lab: Lab) -> dict[str, dict] | str:
     for kernel, expected in predicted.items():
         measured, efficiency = found[kernel][counters.SECTORS_PER_REQUEST], found[kernel][counters.LOAD_EFFICIENCY]
         result[kernel] = {"measured": measured, "predicted": expected, "efficiency": efficiency}
-        lab.record.measure(kernel=KERNEL, variant=kernel, case={"M": 4, "N": 2048, "K": 2048, "group": group},
-                           metric="sectors_per_load_request", value=measured, unit="1")
+        for metric, value in (("sectors_per_load_request", measured), ("predicted_sectors_per_load_request", expected),
+                              ("load_efficiency_percent", efficiency)):
+            lab.record.measure(kernel=KERNEL, variant=VARIANTS[kernel.removeprefix("grouped_gemm_")], metric=metric,
+                               case={"M": 4, "N": 2048, "K": 2048, "group": group}, value=value, unit="1")
     return result
 
 
@@ -454,10 +514,8 @@ class _Bench:
         self.gemms[0](self.x, out=self.out, **options)
         reference = op.reference_int8 if self.activations == "int8" else op.reference
         out = self.lab.backend.numpy(self.out)
-        if not np.isfinite(out).all():
-            out[:, self.weights.columns] = np.nan
-        return _passes(self.lab, self.variant, self.case | options, out[:, self.weights.columns],
-                       reference(*self.given, self.weights.sample))
+        return _passes(self.lab, self.variant, self.case | options, out, reference(*self.given, self.weights.sample),
+                       columns=self.weights.columns)
 
     def record(self, timing, cache="cold", **options):
         self.lab.time(KERNEL, self.variant, self.case | options, timing, cache, nbytes=self.nbytes, flop=self.flop)
@@ -466,6 +524,11 @@ class _Bench:
 def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "int8") -> Finding:
     """Time of a decode product (M = 1) against nsplit, beside the split rule's choice."""
     table = occupancy(1, projections)
+    for r in table:
+        for metric in ("blocks", "nsplit", "blocks with split"):
+            lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric=metric.replace(" ", "_"),
+                               value=r[metric], unit="1",
+                               case={"M": 1, "N": r["N"], "K": r["K"], "group": 32, "split rule": True})
     if not lab.timed:
         starved = sum(r["blocks"] < op.TARGET_BLOCKS for r in table)
         filled = sum(r["blocks with split"] >= op.TARGET_BLOCKS for r in table)
@@ -474,13 +537,14 @@ def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: s
             f"blocks (as few as {min(r['blocks'] for r in table)}). With the split rule {filled} have at least that "
             f"many and the others, at one slice a group, at least {min(r['blocks with split'] for r in table)}. "
             "Whether that pays needs a clock.", {"occupancy": table})
-    times, rule_gain, from_best = {}, {}, {}
+    times, rule_gain, from_best, left_out = {}, {}, {}, []
     for p in projections:
         bench = _Bench(_Weights(lab, p, precision), 1)
         groups = bench.strips.groups
         rule = bench.gemms[0].choose_nsplit(1)
         nsplits = sorted({s for s in (1, 2, 4, 8, 16, 32, 64) if s <= groups} | {rule})
         if not all([bench.check(nsplit=s) for s in nsplits]):
+            left_out.append(label(p))
             continue
         timed = measure.device_times({s: bench.calls(nsplit=s) for s in nsplits})
         for nsplit, timing in timed.items():
@@ -492,23 +556,14 @@ def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: s
     if not times:
         return _none_right("G05", {"occupancy": table})
     gain, gap = min(rule_gain.values()), max(from_best.values())
-    verdict = _speed_verdict(list(rule_gain.values()))
     worst = max(from_best, key=from_best.get)
     return Finding(
-        "G05", verdict,
+        "G05", speed_verdict([(t["times"][1], t["times"][t["rule"]]) for t in times.values()], left_out),
         f"M = 1, cold, {precision} codes, {len(times)} projections: the split rule is {gain:.2f} to "
         f"{max(rule_gain.values()):.2f} times as fast as no split, and within {gap - 1:.0%} of the best nsplit "
-        f"measured (furthest on {worst}).", f"{gain:.2f}x to {max(rule_gain.values()):.2f}x over nsplit 1",
+        f"measured (furthest on {worst}).{omitted(left_out)}",
+        f"{gain:.2f}x to {max(rule_gain.values()):.2f}x over nsplit 1",
         data={"occupancy": table, "times": times})
-
-
-def _speed_verdict(gains: list[float], noise: float = 1.02) -> str:
-    """On a claim that something is faster, from the ratios over all cases."""
-    if min(gains) > noise:
-        return "reproduced"
-    if max(gains) < 1 / noise:
-        return "contradicted"
-    return "direction holds" if np.median(gains) > noise else "not reproduced"
 
 
 def launch_per_slice(lab: Lab, p: shapes.Projection, nsplit: int = 64, precision: str = "int8") -> Finding:
@@ -544,14 +599,24 @@ def launch_per_slice(lab: Lab, p: shapes.Projection, nsplit: int = 64, precision
         bench.record(timing, cache="warm", nsplit=nsplit, launches=name, launched="from the host")
     extra = {how: t["a launch a slice"].median / t["one launch"].median
              for how, t in (("graph", graph), ("host", host))}
-    verdict = "reproduced" if extra["host"] > 2 else "direction holds" if extra["host"] > 1.1 else "not reproduced"
+    # judged by the graph, where a launch costs least: from the host, Python's own work would count against the loop
+    verdict = ("reproduced" if extra["graph"] > 2 else "direction holds" if extra["graph"] > 1.1 else
+               "contradicted" if extra["graph"] < 0.9 else "not reproduced")
     return Finding(
         "G06", verdict,
-        f"{p.name} ({p.n} x {p.k}), M = 1, nsplit {nsplit}: launched from the host {host['one launch']} in one launch "
-        f"and {host['a launch a slice']} in {nsplit}, {extra['host']:.1f} times as long; inside a CUDA graph, where a "
-        f"launch is cheaper, {graph['one launch']} and {graph['a launch a slice']}, {extra['graph']:.1f} times. What "
-        f"the extra launches cost is {'more' if extra['host'] > 2 else 'less'} than the whole product.",
+        f"{p.name} ({p.n} x {p.k}), M = 1, nsplit {nsplit}: inside a CUDA graph {graph['one launch']} in one launch "
+        f"and {graph['a launch a slice']} in {nsplit}, {extra['graph']:.1f} times as long, so the extra launches cost "
+        f"{'more' if extra['graph'] > 2 else 'less'} than the whole product; one after the other, the slices also "
+        f"leave the device as empty as nsplit 1 does. From the host {host['one launch']} and "
+        f"{host['a launch a slice']}, {extra['host']:.1f} times. {_from_python(lab)}",
         f"{extra['host']:.1f}x from the host, {extra['graph']:.1f}x in a graph", data={"graph": graph, "host": host})
+
+
+def _from_python(lab: Lab) -> str:
+    """What to know about times of calls from the host."""
+    empty = lab.ceilings["launch_and_synchronize"]
+    return (f"Calls from the host go through Python and CuPy, where an empty launch with its synchronize takes "
+            f"{empty.value:.1f} us.")
 
 
 def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "int8") -> Finding:
@@ -565,13 +630,14 @@ def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "
         return not_timed("G07", f"Without the remap {idle:.0%} of a block's threads leave at once at M = 1. At the "
                          f"same nsplit both forms give {_bits(np.array_equal(with_, without))} here; what the idle "
                          "threads cost needs a clock.")
-    gains = {}
+    gains, left_out = {}, []
     for p in projections:
         weights = _Weights(lab, p, precision)
         benches = {r: _Bench(weights, 1, remap=r) for r in (True, False)}
         # equal slices as well as each form's own rule, so that the remap is not credited with another split
         rule = {r: b.gemms[0].choose_nsplit(1) for r, b in benches.items()}
         if not all([benches[r].check(nsplit=rule[s]) for r, s in ((True, True), (False, True), (False, False))]):
+            left_out.append(label(p))
             continue
         timed = measure.device_times({"remap": benches[True].calls(nsplit=rule[True]),
                                       "no remap, same nsplit": benches[False].calls(nsplit=rule[True]),
@@ -585,9 +651,11 @@ def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "
         return _none_right("G07")
     same, own = ([g[how] for g in gains.values()] for how in ("same", "own"))
     return Finding(
-        "G07", _speed_verdict(own),
+        "G07", speed_verdict([(g["times"]["no remap, own nsplit"], g["times"]["remap"]) for g in gains.values()],
+                             left_out),
         f"M = 1, cold, {len(gains)} projections: without the remap {min(same):.2f} to {max(same):.2f} times the time "
-        f"at the same nsplit, {min(own):.2f} to {max(own):.2f} times at the nsplit that the rule gives it.",
+        f"at the same nsplit, {min(own):.2f} to {max(own):.2f} times at the nsplit that the rule gives it."
+        f"{omitted(left_out)}",
         f"{min(own):.2f}x to {max(own):.2f}x", data=gains)
 
 
@@ -634,7 +702,8 @@ def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence
 
 
 def standings(table: list[dict]) -> list[dict]:
-    """Of a row_sweep, cold: our fastest kernel against the fastest peer of the same precision, a row a shape and M."""
+    """Of a row_sweep, cold: our fastest kernel against the fastest peer (of this precision, or cuBLAS on bf16 weights),
+    a row a shape and M."""
     rows = []
     keys = dict.fromkeys((r["projection"], r["N"], r["K"], r["codes"], r["M"]) for r in table)
     for key in keys:
@@ -682,8 +751,8 @@ def _check_peer(lab, peer, call, weights, given) -> bool:
         _peer_failed(lab, peer, case, error)
         return False
     bound = {16: 0.01, 8: 0.01, 4: 0.15}[peer.bits]
-    return _passes(lab, peer.name, case, out[:, weights.columns],
-                   op.reference(weights.x(len(given)), weights.sample), bound)
+    return _passes(lab, peer.name, case, out, op.reference(weights.x(len(given)), weights.sample), bound,
+                   columns=weights.columns)
 
 
 def _peer_failed(lab, peer, case, error):
@@ -702,17 +771,20 @@ def host_paths(lab: Lab, projections: Sequence[shapes.Projection], precision: st
                     "simulator has no copies and no synchronizes to pay for.")
         return not_timed("G09", evidence), not_timed("G10", evidence)
     trip = lab.ceilings["round_trip_pinned"]
-    table = {}
+    table, left_out = {}, []
     for p in projections:
         bench = _Bench(_Weights(lab, p, precision), 1)
         host = op.HostGemm(bench.gemms[0], 1)
         right = bench.check()
         paths = [host(bench.host_x), host.pageable(bench.host_x)]
         if not (right and all(np.array_equal(out, lab.backend.numpy(bench.out)) for out in paths)):
+            left_out.append(label(p))
             continue
         timed = measure.host_times({"pinned": lambda h=host, b=bench: h(b.host_x),
                                     "pageable": lambda h=host, b=bench: h.pageable(b.host_x)}, rounds=100, budget_s=3)
-        kernel = measure.device_times({"kernel": bench.calls(cold=False)})["kernel"]
+        # a model's other weights go through the cache between two calls of one: the kernel is cold
+        kernel = measure.device_times({"kernel": bench.calls()})["kernel"]
+        bench.record(kernel, experiment="host paths")
         for path, timing in timed.items():
             bench.record(timing, cache="warm", path=path, launched="from host memory and back")
         table[label(p)] = {**timed, "kernel": kernel, "MFLOP": bench.flop / 1e6,
@@ -723,11 +795,11 @@ def host_paths(lab: Lab, projections: Sequence[shapes.Projection], precision: st
     trips = {name: s / trip.value for name, s in saved.items()}
     median = float(np.median(list(trips.values())))
     g09 = Finding(
-        "G09", "reproduced" if median >= 0.5 else "direction holds" if median > 0.05 else
+        "G09", "reproduced" if median >= 0.5 and not left_out else "direction holds" if median > 0.05 else
         "contradicted" if median < -0.05 else "not reproduced",
         f"M = 1, {len(table)} projections: pinned staging and one synchronize save {min(saved.values()):.1f} to "
         f"{max(saved.values()):.1f} us a call, {min(trips.values()):.2f} to {max(trips.values()):.2f} of this "
-        f"machine's round trip of {trip.value:.1f} us (median {median:.2f}).",
+        f"machine's round trip of {trip.value:.1f} us (median {median:.2f}). {_from_python(lab)}{omitted(left_out)}",
         f"saves {median:.2f} round trips (median of {len(table)} shapes)", data=table)
     fixed = {name: r["pinned"].median - r["kernel"].median for name, r in table.items()}
     typical = float(np.median(list(fixed.values())))
@@ -735,24 +807,35 @@ def host_paths(lab: Lab, projections: Sequence[shapes.Projection], precision: st
     dominated = [name for name in small if fixed[name] > table[name]["kernel"].median]
     close = 50 <= typical <= 200
     g10 = Finding(
-        "G10", "reproduced" if close and dominated == small else "direction holds" if dominated else "not reproduced",
-        f"Fixed cost of a call (call minus kernel) {min(fixed.values()):.0f} to {max(fixed.values()):.0f} us, median "
+        "G10", "reproduced" if close and dominated == small and not left_out else
+        "direction holds" if dominated else "not reproduced",
+        f"Fixed cost of a call (call from the host minus cold kernel in a graph) {min(fixed.values()):.0f} to "
+        f"{max(fixed.values()):.0f} us, median "
         f"{typical:.0f} us, of which an empty round trip of 8 KB is {trip.value:.1f} us; it exceeds the kernel's own "
         f"time on {len(dominated)} of the {len(small)} projections below the article's gate "
-        f"({', '.join(dominated) or 'none'}).",
+        f"({', '.join(dominated) or 'none'}). {_from_python(lab)}{omitted(left_out)}",
         f"{typical:.0f} us a call, empty round trip {trip.value:.0f} us", data=table)
     return g09, g10
 
 
-def flop_gate(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "int8") -> Finding:
-    """FLOP of each projection at M = 1 against the gate; where there is a GPU, the break-even that times give."""
-    flops = {p.name: p.flops(1) for p in projections}
+ARTICLE_MFLOP = {"q": 8.4, "k": 4.2, "v": 4.2, "o": 8.4, "gate": 25, "up": 25, "down": 25, "lm_head": 622}
+"""The article's figures for Qwen3-VL-2B at M = 1 (section 3.5)."""
+ARTICLE_DEVICE = {"gate", "up", "down", "lm_head"}
+"""What its gate sends to the GPU."""
+
+
+def flop_gate(lab: Lab, model: shapes.Inventory, precision: str = "int8") -> Finding:
+    """FLOP of each projection at M = 1 against the article's figures and gate; where there is a GPU, the break-even
+    that times give. The data has a row a shape."""
+    flops = {p.name: p.flops(1) for p in model}
     above = {name for name, f in flops.items() if f >= op.FLOP_GATE}
-    expected = {p.name for p in projections if p.name in ("gate", "up", "down", "lm_head")}
+    same = flops.keys() == ARTICLE_MFLOP.keys() and all(
+        abs(f / 1e6 / ARTICLE_MFLOP[name] - 1) < 0.01 for name, f in flops.items())
     figures = ", ".join(f"{name} {f / 1e6:.1f}" for name, f in flops.items())
-    evidence = f"MFLOP at M = 1: {figures}; the gate of 1e7 sends {', '.join(sorted(above)) or 'none'} to the GPU."
-    rows = []
-    for p in projections:
+    evidence = (f"MFLOP at M = 1: {figures}, {'as' if same else 'not all as'} the article has them; the gate of 1e7 "
+                f"sends {', '.join(name for name in flops if name in above) or 'none'} to the GPU.")
+    rows, left_out = [], []
+    for p in distinct(model):
         strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, 32, precision)
         x = lab.rng(10, 1, p.k).standard_normal((1, p.k), np.float32)
         case = {"M": 1, "N": p.n, "K": p.k, "group": 32, "codes": precision}
@@ -760,34 +843,39 @@ def flop_gate(lab: Lab, projections: Sequence[shapes.Projection], precision: str
         reference = op.reference(x, sample)
         cpu = op.CpuGemm(strips)
         contenders = {"cpu": lambda cpu=cpu, x=x: cpu(x)}
-        right = _passes(lab, "cpu_path", case, cpu(x)[:, columns], reference, CPU_BOUND)
+        right = _passes(lab, "cpu_path", case, cpu(x), reference, CPU_BOUND, columns)
         if lab.timed:
             host = op.HostGemm(op.GroupedGemm(lab.backend, strips), 1)
             contenders["device"] = lambda host=host, x=x: host(x)
-            right &= _passes(lab, "host_device", case, host(x)[:, columns], reference)
+            right &= _passes(lab, "host_device", case, host(x), reference, columns=columns)
         if not right:
+            left_out.append(label(p))
             continue
         timed = measure.host_times(contenders, rounds=50, budget_s=2)
-        lab.time(KERNEL, "cpu_path", case, timed["cpu"], "warm", flop=flops[p.name], host=True)
+        for how, variant in (("cpu", "cpu_path"), ("device", "host_device")):
+            if how in timed:
+                lab.time(KERNEL, variant, case, timed[how], "warm", flop=flops[p.name], host=how == "cpu")
         rows.append({"projection": p.name, "flop": flops[p.name], **timed})
     if not rows:
         evidence += " No product passes its error check, so none is timed."
     elif lab.timed:
         pays = sorted(r["flop"] for r in rows if r["device"].median < r["cpu"].median)
         loses = sorted(r["flop"] for r in rows if r["device"].median >= r["cpu"].median)
-        if pays and loses:
-            evidence += (f" Measured here, the device is the faster from {pays[0] / 1e6:.1f} MFLOP and the CPU up to "
-                         f"{loses[-1] / 1e6:.1f} MFLOP: this machine's own gate lies there.")
+        if pays and loses and loses[-1] < pays[0]:
+            evidence += (f" Measured here, the CPU is the faster up to {loses[-1] / 1e6:.1f} MFLOP and the device from "
+                         f"{pays[0] / 1e6:.1f}: this machine's own gate lies between, "
+                         f"{'as' if loses[-1] < op.FLOP_GATE <= pays[0] else 'other than'} the article's.")
+        elif pays and loses:
+            evidence += " Measured here, neither is the faster on one side of any size: FLOP alone make no gate."
         else:
-            winner = "device" if pays else "CPU"
-            evidence += (f" Measured here, the {winner} is the faster at every size, so this machine's gate is not at "
-                         "1e7.")
+            evidence += (f" Measured here, the {'device' if pays else 'CPU'} is the faster at every size, so this "
+                         "machine has no use for a gate at 1e7.")
     else:
         slowest = max(rows, key=lambda r: r["cpu"].median)
-        evidence += (f" The CPU path here takes {rows[0]['cpu'].median:.0f} us on {rows[0]['projection']} and "
-                     f"{slowest['cpu'].median:.0f} us on {slowest['projection']}; the break-even with a GPU needs one.")
-    return Finding("G11", "reproduced" if above == expected else "contradicted", evidence,
-                   ", ".join(f"{name} {f / 1e6:.1f}" for name, f in flops.items()) + " MFLOP", data=rows)
+        evidence += (f" The CPU path here takes {rows[0]['cpu']} on {rows[0]['projection']} and {slowest['cpu']} on "
+                     f"{slowest['projection']}; the break-even with a GPU needs one.")
+    return Finding("G11", "reproduced" if same and above == ARTICLE_DEVICE else "contradicted",
+                   evidence + omitted(left_out), f"{figures} MFLOP", data=rows)
 
 
 def fusion(lab: Lab, model: shapes.Inventory, precision: str = "int8") -> Finding:
@@ -825,11 +913,12 @@ def fusion(lab: Lab, model: shapes.Inventory, precision: str = "int8") -> Findin
     against_cpu = (f"a loss against the CPU becomes a gain for {', '.join(turned)}" if turned else
                    "on this machine separate calls are no loss against the CPU to begin with, or fusing does not make "
                    "up for it")
-    return Finding("G12", "reproduced" if len(turned) == len(rows) else
+    left_out = [name for name, ok in right.items() if not ok]
+    return Finding("G12", "reproduced" if len(turned) == len(rows) and not left_out else
                    "direction holds" if min(gain.values()) > 1.05 else "not reproduced",
                    f"{model.name}, one layer, M = 1, host memory to host memory. {words}. Fusing is "
                    f"{min(gain.values()):.2f} to {max(gain.values()):.2f} times as fast as separate calls; "
-                   f"{against_cpu}.",
+                   f"{against_cpu}. {_from_python(lab)}{omitted(left_out)}",
                    ", ".join(f"{name} {g:.2f}x" for name, g in gain.items()), data=rows)
 
 
@@ -913,7 +1002,7 @@ def perplexity(lab: Lab, model: smollm2.Model | None, rows: list[dict], tokens: 
     cost, cost_error = results["Q8_0 weights, int8 activations"].increase_over(
         results["Q8_0 weights, float activations"])
     clear = cost > 2 * cost_error
-    near = clear and 1.5 <= 100 * ints["delta"] <= 6 and 0.095 <= abs(100 * floats["delta"]) <= 0.38
+    near = clear and 1.5 <= 100 * ints["delta"] <= 6 and 0.095 <= 100 * floats["delta"] <= 0.38
     figures = ", ".join(f"{a} activations {100 * t['delta']:+.3f}% (standard error {100 * t['standard error']:.3f}%)"
                         for a, t in (("int8", ints), ("float", floats)))
     verdict = ("reproduced" if near else "direction holds" if clear else "contradicted" if cost < -2 * cost_error

@@ -15,6 +15,7 @@ Source: grouped_gemm article, sections 2 and 3.
 from collections import Counter
 from copy import copy
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -32,7 +33,8 @@ FLOP_GATE = 1e7
 """Products below this many FLOP stay on the CPU (section 3.5); `measure` finds the break-even of a machine."""
 
 MAX_GRID_Y = 65535
-MAX_COLUMNS = 2**31 - 1 - THREADS_N * THREADS_M * COLUMNS  # n is a 32-bit int in the kernels
+INT32_MAX = 2**31 - 1
+MAX_COLUMNS = INT32_MAX - THREADS_N * THREADS_M * COLUMNS  # n is a 32-bit int in the kernels
 
 
 def blocks_xy(m: int, n: int, remap: bool) -> tuple[int, int]:
@@ -82,6 +84,43 @@ def _check_array(backend, array, what, shape, dtype, align):
         raise ValueError(f"{what} starts at address {backend.pointer(array):#x}; expected a multiple of {align} bytes")
 
 
+def _check_apart(backend, written: dict, read: dict):
+    """Refuse an array to write that shares bytes with another: the kernels read through __restrict__ pointers."""
+    spans = {what: (backend.pointer(a), backend.pointer(a) + a.nbytes) for what, a in (read | written).items()}
+    for what in written:
+        for other in spans:
+            (begin, end), (other_begin, other_end) = spans[what], spans[other]
+            if other != what and max(begin, other_begin) < min(end, other_end):
+                raise ValueError(f"{what} overlaps {other}: both hold the bytes from {max(begin, other_begin):#x} to "
+                                 f"{min(end, other_end):#x}; give {what} memory of its own")
+
+
+def _check_count(what, value):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an integer")
+    if value < 1:
+        raise ValueError(f"{what} = {value}; expected at least 1")
+
+
+def _check_activations(activations: str, group: int):
+    if activations not in ("float", "int8"):
+        raise ValueError(f"activations {activations!r}; expected 'float' or 'int8'")
+    if activations == "int8" and group * 128 * 128 > INT32_MAX:
+        raise ValueError(f"a group of {group} int8 codes times int8 activations sums up to {group} * 128 * 128 = "
+                         f"{group * 128 * 128}, more than an int32's {INT32_MAX}; take groups of at most "
+                         f"{INT32_MAX // (128 * 128)} codes, or float activations")
+
+
+def _host_matrix(x, k: int) -> np.ndarray:
+    """x, contiguous, once it is a float32 matrix of k columns in host memory."""
+    array = np.asarray(x)
+    if array.dtype != np.float32:
+        raise TypeError(f"x is a {type(x).__name__} with dtype {array.dtype}; expected float32 [M, {k}]")
+    if array.ndim != 2 or array.shape[1] != k:
+        raise ValueError(f"x has shape {array.shape}; expected [M, {k}]")
+    return np.ascontiguousarray(array)
+
+
 class GroupedGemm:
     """One weight matrix on a device.
 
@@ -90,14 +129,14 @@ class GroupedGemm:
     remap: with "float" and one row, lay the whole block along the columns (section 3.2).
     carry: add groups with a carry, which the article's kernel does not.
     keep_sums: with "int8", each call also leaves the integer sum of every group in `self.sums`, int32 [M, groups, N].
-    Raises ValueError where K is no multiple of the group, and what `Strips.check` raises.
+    Raises ValueError where K is no multiple of the group, where a group is so large that its sum of int8 products
+    may overflow an int32, and what `Strips.check` raises.
     """
 
     def __init__(self, backend: Backend, strips: formats.Strips, activations: str = "float", *,
                  remap: bool = True, carry: bool = True, keep_sums: bool = False):
         strips.check()
-        if activations not in ("float", "int8"):
-            raise ValueError(f"activations {activations!r}; expected 'float' or 'int8'")
+        _check_activations(activations, strips.group)
         if keep_sums and activations != "int8":
             raise ValueError("keep_sums needs int8 activations: sums of floats are not integers")
         if strips.k % strips.group:
@@ -125,6 +164,7 @@ class GroupedGemm:
         """The same weights, at the same place on the device, for another kernel."""
         other = copy(self)
         other._partial = other.sums = None
+        _check_activations(activations, self.strips.group)
         other._choose_kernel(activations, remap, carry, keep_sums=False)
         return other
 
@@ -147,8 +187,10 @@ class GroupedGemm:
         out: float32 [M, N] to write into.  partial: float32 [nsplit, M, N] for the partial sums of nsplit > 1;
         both are made where they are not given.
         launch_per_slice: launch each slice alone, as section 3.3 warns against, instead of all along blockIdx.z.
+        Values are not looked at: NaN or infinite activations, or activation scales, make the outputs of their row NaN
+        or infinite as arithmetic has it, whatever nsplit is, and leave other rows alone.
         Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
-        alignment.
+        alignment, and where `out` or `partial` shares memory with an input, with the weights or with the other.
         """
         s = self.strips
         pair = self.activations == "int8"
@@ -162,11 +204,10 @@ class GroupedGemm:
             _check_array(self.backend, x[1], "x scales", (m, s.groups), np.float32, 4)
         else:
             _check_array(self.backend, x, "x", (m, s.k), np.float32, 4)
-        if m == 0:
-            return self.backend.empty((0, s.n), np.float32)
         if nsplit is None:
             nsplit = self.choose_nsplit(m)
-        if not 1 <= nsplit <= s.groups:
+        _check_count("nsplit", nsplit)
+        if nsplit > s.groups:
             raise ValueError(f"nsplit = {nsplit}; expected 1 to {s.groups}, the number of groups")
         if out is None:
             out = self.backend.empty((m, s.n), np.float32)
@@ -174,8 +215,13 @@ class GroupedGemm:
         if nsplit > 1:
             partial = self._partial_buffer(nsplit, m) if partial is None else partial
             _check_array(self.backend, partial, "partial", (nsplit, m, s.n), np.float32, 16)
+        read = {"x codes": x[0], "x scales": x[1]} if pair else {"x": x}
+        _check_apart(self.backend, {"out": out} | ({"partial": partial} if nsplit > 1 else {}),
+                     read | {"the weights' codes": self._codes, "the weights' scales": self._scales})
         if self.keep_sums:
             self.sums = self.backend.empty((m, s.groups, s.n), np.int32)
+        if m == 0:
+            return out
 
         target = partial if nsplit > 1 else out
         slices = [(z, 1) for z in range(nsplit)] if launch_per_slice else [(0, nsplit)]
@@ -214,8 +260,7 @@ class HostGemm:
     """
 
     def __init__(self, gemm: GroupedGemm, max_rows: int):
-        if max_rows < 1:
-            raise ValueError(f"max_rows = {max_rows}; expected at least 1")
+        _check_count("max_rows", max_rows)
         self.gemm = gemm
         self.max_rows = max_rows
         s, backend = gemm.strips, gemm.backend
@@ -229,11 +274,7 @@ class HostGemm:
 
     def _inputs(self, x) -> list[np.ndarray]:
         s = self.gemm.strips
-        x = np.ascontiguousarray(x)
-        if x.dtype != np.float32:
-            raise TypeError(f"x has dtype {x.dtype}; expected float32")
-        if x.ndim != 2 or x.shape[1] != s.k:
-            raise ValueError(f"x has shape {x.shape}; expected [M, {s.k}]")
+        x = _host_matrix(x, s.k)
         if len(x) > self.max_rows:
             raise ValueError(f"M = {len(x)} rows; this HostGemm has buffers for {self.max_rows}")
         return list(formats.quantize_activations(x, s.group)) if self.gemm.activations == "int8" else [x]
@@ -244,7 +285,8 @@ class HostGemm:
 
     def __call__(self, x) -> np.ndarray:
         """x float32 [M, K] -> float32 [M, N]: pinned staging, queued copies, one synchronize."""
-        inputs, backend, m = self._inputs(x), self.gemm.backend, len(x)
+        inputs, backend = self._inputs(x), self.gemm.backend
+        m = len(inputs[0])
         if m == 0:
             return np.empty((0, self.gemm.strips.n), np.float32)
         for device, staged, host in zip(self._device_in, self._staged_in, inputs, strict=True):
@@ -257,7 +299,8 @@ class HostGemm:
 
     def pageable(self, x) -> np.ndarray:
         """The old way: copies straight from and to pageable memory, a blocking read-back, a second synchronize."""
-        inputs, backend, m = self._inputs(x), self.gemm.backend, len(x)
+        inputs, backend = self._inputs(x), self.gemm.backend
+        m = len(inputs[0])
         result = np.empty((m, self.gemm.strips.n), np.float32)
         if m == 0:
             return result
@@ -284,12 +327,7 @@ class CpuGemm:
     def __call__(self, x) -> np.ndarray:
         """x float32 [M, K] -> float32 [M, N]."""
         import torch
-        x = np.ascontiguousarray(x)
-        if x.dtype != np.float32:
-            raise TypeError(f"x has dtype {x.dtype}; expected float32")
-        if x.ndim != 2 or x.shape[1] != self.strips.k:
-            raise ValueError(f"x has shape {x.shape}; expected [M, {self.strips.k}]")
-        return (torch.from_numpy(x) @ self._weights.T).numpy()
+        return (torch.from_numpy(_host_matrix(x, self.strips.k)) @ self._weights.T).numpy()
 
 
 @dataclass(frozen=True)
@@ -315,11 +353,19 @@ class Linear:
 
     `routes` counts the calls by Route. The CPU's and the device's copy of the weights are each made at the first
     call that needs them.
+    Raises TypeError or ValueError at once for strips, a gate (FLOP, at least 0), max_rows or activations that no call
+    could use.
     """
 
     def __init__(self, strips: formats.Strips, backend: Backend, gate: float = FLOP_GATE, max_rows: int = 32,
                  activations: str = "float"):
         strips.check()
+        _check_activations(activations, strips.group)
+        _check_count("max_rows", max_rows)
+        if isinstance(gate, bool) or not isinstance(gate, Real):
+            raise TypeError(f"gate is {gate!r} of type {type(gate).__name__}; expected a number of FLOP")
+        if not gate >= 0:
+            raise ValueError(f"gate = {gate}; expected a number of FLOP, at least 0")
         self.strips, self.backend, self.gate = strips, backend, gate
         self.max_rows, self.activations = max_rows, activations
         self.routes: Counter[Route] = Counter()
@@ -327,6 +373,7 @@ class Linear:
 
     def __call__(self, x) -> np.ndarray:
         """x float32 [M, K] -> float32 [M, N]."""
+        x = _host_matrix(x, self.strips.k)
         taken = route(self.strips, len(x), self.gate)
         self.routes[taken] += 1
         if taken.path == "cpu":
