@@ -132,10 +132,10 @@ def texts(figure):
 
 
 def bars(figure):
-    """The straight lines of a figure's error bars, each (x, y) of both ends."""
-    return [tuple(map(float, line)) for line in re.findall(
-        r'd="M (\S+) (\S+) \nL (\S+) (\S+) \n" clip-path="[^"]*" style="fill: none; stroke: #[^;]*; stroke-width: 1.6"',
-        figure.svg)]
+    """The solid coloured lines of a figure, which are its error bars: x and y of one end, x and y of the other."""
+    return [tuple(float(word) for word in re.findall(r"[\d.]+", path)) for path in re.findall(
+        r'd="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #[^;]*; stroke-width: 1.6[";]', figure.svg)
+            if path]
 
 
 def test_a_ceilings_figure_stands_clear_of_its_error_bar():
@@ -153,7 +153,7 @@ def test_products_of_one_size_are_neither_joined_nor_on_top_of_each_other():
     for figure, contenders in ((both, 2), (alone, 1)):
         intervals = bars(figure)
         assert len(intervals) == 3 * contenders, "an interval a time, and no line from one time to another"
-        assert all(left == right and low != high for left, low, right, high in intervals), "upright"
+        assert all(len(ends) == 4 and ends[0] == ends[2] and ends[1] != ends[3] for ends in intervals), "upright"
     cpu, device = bars(both)[:3], bars(both)[3:]
     assert not {x for x, *_ in cpu} & {x for x, *_ in device}
 

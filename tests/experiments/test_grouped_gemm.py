@@ -595,14 +595,15 @@ def test_a_wrong_product_caps_the_verdict_on_fusion(timed, pace, plant):
     assert found.evidence.endswith(" Left out, since their results are wrong: q+k+v.")
 
 
-def test_columns_beyond_those_compared_must_be_finite(timed, plant):
-    """Of 600 columns the outer 256 on each side are compared; four in the middle are never written."""
-    plant(TAIL[0], "if (n >= N || m >= M || n == 300) return;")
+@pytest.mark.parametrize("unwritten, count", [("n == 300", 4), ("n == 300 || n == 8", 8)])
+def test_columns_beyond_those_compared_must_be_finite(timed, plant, unwritten, count):
+    """Of 600 columns the outer 256 on each side are compared; a thread writes four."""
+    plant(TAIL[0], f"if (n >= N || m >= M || {unwritten}) return;")
     found = judged(timed, study.split_sweep(timed, [projection("wide", 600)]), "G05", "not reproduced")
     assert "times" not in found.data and not measured(timed, performance=True)
     counts = [m for m in timed.record.measurements if m["metric"] == "nonfinite"]
     assert counts and {(m["value"], m["status"], m["case"]["columns compared"]) for m in counts} == {
-        (4, "wrong_result", 512)}
+        (count, "wrong_result", 512)}
 
 
 GATED = inventory(q=64, odd=65)
