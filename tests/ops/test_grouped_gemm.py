@@ -362,3 +362,13 @@ def test_more_columns_than_an_int_counts():
     wide = Wide(np.zeros((32, 128), np.int8), np.zeros((1, 128), np.float32), 2**31 - 1, 32, 32, "int8")
     with pytest.raises(ValueError, match="2147483647 columns"):
         op.GroupedGemm(backends.get("cpu"), wide)
+
+
+def test_a_prepared_product_reads_what_x_holds_when_it_is_called(backend):
+    s = strips(300, 256)
+    x = backend.array(normal(2, 256))
+    product = op.GroupedGemm(backend, s).prepare(x, nsplit=4)
+    for seed in (1, 2):
+        new = normal(2, 256, seed=seed)
+        backend.copy_in(x, new)
+        assert relative(backend.numpy(product()), op.reference(new, s)) <= BOUND

@@ -505,8 +505,8 @@ class _Bench:
     def calls(self, cold: bool = True, **options):
         nsplit = options.get("nsplit") or self.gemms[0].choose_nsplit(self.m)
         partial = self.lab.backend.empty((nsplit, self.m, self.strips.n), np.float32) if nsplit > 1 else None
-        return [lambda g=g: g(self.x, out=self.out, partial=partial, **options)
-                for g in (self.gemms if cold else self.gemms[:1])]
+        return [gemm.prepare(self.x, out=self.out, partial=partial, **options)
+                for gemm in (self.gemms if cold else self.gemms[:1])]
 
     def check(self, **options) -> bool:
         """Whether the output is within BOUND of float64; records the errors."""

@@ -13,6 +13,7 @@ Source: grouped_gemm article, sections 2 and 3.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from numbers import Real
@@ -180,7 +181,13 @@ class GroupedGemm:
         return choose_nsplit(m, self.strips.n, self.strips.groups, self.remap)
 
     def __call__(self, x, *, nsplit: int | None = None, out=None, partial=None, launch_per_slice: bool = False):
-        """The product [M, N], float32 on the device. Nothing is synchronized.
+        """The product [M, N], float32 on the device; arguments and errors as `prepare` has them."""
+        return self.prepare(x, nsplit=nsplit, out=out, partial=partial, launch_per_slice=launch_per_slice)()
+
+    def prepare(self, x, *, nsplit: int | None = None, out=None, partial=None,
+                launch_per_slice: bool = False) -> Callable:
+        """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`, float32 on
+        the device. Everything is checked here, once; the call only launches. Nothing is synchronized.
 
         x: float32 [M, K] on the device; for int8 activations a pair (codes int8 [M, K], scales float32 [M, groups]).
         nsplit: slices along K, 1 to groups; None takes the split rule's.
@@ -220,31 +227,32 @@ class GroupedGemm:
                      read | {"the weights' codes": self._codes, "the weights' scales": self._scales})
         if self.keep_sums:
             self.sums = self.backend.empty((m, s.groups, s.n), np.int32)
-        if m == 0:
-            return out
-
         target = partial if nsplit > 1 else out
         slices = [(z, 1) for z in range(nsplit)] if launch_per_slice else [(0, nsplit)]
         rows = MAX_GRID_Y * THREADS_M
         if m > rows and nsplit > 1:
             raise ValueError(f"M = {m} rows with nsplit = {nsplit}; more than {rows} rows take nsplit = 1")
+        launches = []
         for first_row in range(0, m, rows):  # one trip, unless M passes the grid's limit
             part = slice(first_row, min(first_row + rows, m))
-            for first_slice, count in slices:
-                self._launch(tuple(a[part] for a in x) if pair else (x[part],),
-                             target if nsplit > 1 else target[part], part.stop - part.start, nsplit, first_slice,
-                             count, part)
-        if nsplit > 1:
+            count = part.stop - part.start
+            arrays = [*((a[part] for a in x) if pair else (x[part],)), self._codes, self._scales,
+                      target if nsplit > 1 else target[part]]
+            sums = [self.sums[part]] if self.keep_sums else []
+            for first_slice, depth in slices:
+                numbers = map(np.int32, (count, s.n, s.npad, s.k, nsplit, first_slice))
+                launches.append((self._gemm, (*blocks_xy(count, s.n, self.remap), depth), (THREADS_N, THREADS_M, 1),
+                                 [*arrays, *numbers, *sums]))
+        if nsplit > 1 and m:
             total = m * s.n
-            self._reduce((-(-total // 256), 1, 1), (256, 1, 1), [partial, out, np.uint64(total), np.int32(nsplit)])
-        return out
+            launches.append((self._reduce, (-(-total // 256), 1, 1), (256, 1, 1),
+                             [partial, out, np.uint64(total), np.int32(nsplit)]))
 
-    def _launch(self, x, target, m, nsplit, first_slice, count, part):
-        s = self.strips
-        args = [*x, self._codes, self._scales, target, *map(np.int32, (m, s.n, s.npad, s.k, nsplit, first_slice))]
-        if self.keep_sums:
-            args.append(self.sums[part])
-        self._gemm((*blocks_xy(m, s.n, self.remap), count), (THREADS_N, THREADS_M, 1), args)
+        def launch():
+            for kernel, grid, block, args in launches:
+                kernel(grid, block, args)
+            return out
+        return launch
 
     def _partial_buffer(self, nsplit, m):
         size = nsplit * m * self.strips.n
@@ -271,6 +279,7 @@ class HostGemm:
         self._device_in = [backend.empty(*shape) for shape in shapes]
         self._staged_out = backend.pinned((max_rows, s.n), np.float32)
         self._device_out = backend.empty((max_rows, s.n), np.float32)
+        self._products: dict[int, Callable] = {}  # by the number of rows
 
     def _inputs(self, x) -> list[np.ndarray]:
         s = self.gemm.strips
@@ -280,8 +289,10 @@ class HostGemm:
         return list(formats.quantize_activations(x, s.group)) if self.gemm.activations == "int8" else [x]
 
     def _multiply(self, m):
-        x = [a[:m] for a in self._device_in]
-        return self.gemm(x if len(x) == 2 else x[0], out=self._device_out[:m])
+        if m not in self._products:
+            x = [a[:m] for a in self._device_in]
+            self._products[m] = self.gemm.prepare(x if len(x) == 2 else x[0], out=self._device_out[:m])
+        return self._products[m]()
 
     def __call__(self, x) -> np.ndarray:
         """x float32 [M, K] -> float32 [M, N]: pinned staging, queued copies, one synchronize."""
