@@ -225,7 +225,8 @@ def row_sweep(table: list[dict]) -> Figure:
         axes[0].legend(fontsize=7)
 
     return _figure(draw, f"Time against M on {len(shapes)} projections, {cold[0]['codes']} codes: kernels of this "
-                   "collection with solid lines, peers dashed.", **_grid(len(shapes), across=3), sharey=True)
+                   "collection with solid lines, peers dashed.", sharey=True,
+                   **_grid(len(shapes), across=3 if len(shapes) <= 6 else 4))
 
 
 def roofline(table: list[dict], ceilings_: dict) -> Figure:
@@ -369,7 +370,7 @@ def _cell(value) -> str:
     if isinstance(value, int | np.integer):
         return f"{value:,}"
     if isinstance(value, float | np.floating):
-        return f"{value:.3g}" if abs(value) < 1e4 else f"{value:,.0f}"
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:,.0f}"
     if isinstance(value, dict):
         return ", ".join(f"{n} x {key}" for key, n in value.items())
     return str(value)

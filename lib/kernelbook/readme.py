@@ -46,6 +46,23 @@ def prefill(results: dict) -> str:
                  cell=lambda m: f"{m['value']:,.0f}", corner="M = 512, us, cold")
 
 
+@table("standing")
+def standing(results: dict) -> str:
+    """In words, how this collection's fastest kernel stands against the best peer at M = 1 and 512."""
+    sentences = []
+    for m in (1, 512):
+        ratios = []
+        sweep = _sweep(results, M=m, codes="int8")
+        for shape in dict.fromkeys(map(_shape, sweep)):
+            ours, peers = ([e["value"] for e in sweep if _shape(e) == shape and e["variant"][0].isdigit() is mine]
+                           for mine in (True, False))
+            ratios.append(min(ours) / min(peers))
+        sentences.append(f"At M = {m} the faster of the two kernels takes {min(ratios):.2g} to {max(ratios):.2g} times "
+                         f"the time of the best peer, and is behind it on {sum(r > 1 for r in ratios)} of "
+                         f"{len(ratios)} shapes.")
+    return " ".join(sentences) + "\n"
+
+
 @table("kernels")
 def kernels(results: dict) -> str:
     """How much of the read ceiling each kernel reaches, over M, on one large weight matrix."""
@@ -61,8 +78,9 @@ def verdicts(results: dict) -> str:
     lines = ["| claim | verdict | measured |", "| --- | --- | --- |"]
     for device, notebooks in results.items():
         for record in notebooks.values():
-            lines += [f"| {v['claim']} | {v['verdict']} | {v['measured'] or v['missing']} |" for v in record["verdicts"]
-                      if device == DEVICE]
+            for v in record["verdicts"] if device == DEVICE else ():
+                figure = (v["measured"] or v["missing"]).replace("|", "\\|")
+                lines.append(f"| {v['claim']} | {v['verdict']} | {figure} |")
     return "\n".join(lines) + "\n"
 
 
