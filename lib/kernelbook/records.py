@@ -190,12 +190,25 @@ class Record:
         if not str(path):
             return None
         path = Path(path)
-        content = (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        content = _text(document).encode()
         if path.exists() and path.read_bytes() not in (content, self._written):
             raise FileExistsError(f"{path} holds another record; remove it or save under another name")
         write(path, content)
         self._written = content
         return path
+
+
+def _text(document: dict) -> str:
+    """A record as JSON, with a line for each of its measurements and verdicts: short, and readable in a diff."""
+    def lines(value):
+        if isinstance(value, list) and value:
+            return "[\n" + ",\n".join("  " + line(entry) for entry in value) + "\n ]"
+        return line(value)
+
+    def line(value):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+    return "{\n" + ",\n".join(f" {line(name)}: {lines(value)}" for name, value in document.items()) + "\n}\n"
 
 
 def write(path: Path, content: bytes) -> None:
