@@ -504,6 +504,17 @@ def test_defines_reach_the_kernel_and_the_cache(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache").glob("answer-*.so"))) == 2
 
 
+def test_a_second_cache_folder_brings_a_second_simulator(monkeypatch, tmp_path):
+    """The linker takes it for the first, by its name, and gives the kernel that one's state."""
+    for folder in ("first", "second"):
+        monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path / folder))
+        backend = CpuBackend()
+        words = backend.empty(300, np.uint32)
+        backend.compile("ceilings/memory.cu").kernel("fill_words")(
+            (2, 1, 1), (64, 1, 1), [words, np.uint64(300), np.uint32(0)])
+        assert len(np.unique(words)) == 300
+
+
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path / "file" / "cache"))

@@ -267,7 +267,6 @@ class CpuBackend:
         self._compiler = _Compiler()
         self.device = (f"CPU wave simulator, {wave} lanes, {self._compiler.name}, "
                        f"{self.threads} thread{'s' * (self.threads > 1)}")
-        self._simulator = None
         self._modules: dict[str, CpuModule] = {}
 
     @staticmethod
@@ -281,11 +280,6 @@ class CpuBackend:
         if source.hash in self._modules:
             return self._modules[source.hash]
         simulator = self._compiler.build(self._simulator_source(), [])
-        if self._simulator is None:
-            self._simulator = ctypes.CDLL(simulator)
-            self._simulator.sim_start.restype = ctypes.c_void_p
-            self._simulator.sim_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
-            self._simulator.sim_finish.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         path = self._compiler.build(source, self._compiler.checks, [simulator])
         self._modules[source.hash] = CpuModule(self, source, path)
         return self._modules[source.hash]
@@ -328,12 +322,17 @@ class CpuModule:
 
     def __init__(self, backend: CpuBackend, source: Source, path: Path):
         self.backend, self.source, self.path = backend, source, path
-        self._library = ctypes.CDLL(path)
+        # The simulator's functions are looked up through the module, which gives those that it is linked to: where the
+        # cache folder has changed, the process may hold a second copy of the simulator, with another state.
+        self.library = ctypes.CDLL(path)
+        self.library.sim_start.restype = ctypes.c_void_p
+        self.library.sim_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.library.sim_finish.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
     def kernel(self, name: str) -> "CpuKernel":
         """Raises ValueError, with the names there are, for a kernel that the source does not register."""
         try:
-            describe = self._library[f"gpu_kernel_{name}"]
+            describe = self.library[f"gpu_kernel_{name}"]
         except AttributeError:
             known = ", ".join(re.findall(r"GPU_KERNEL\((\w+)\)", self.source.text)) or "none"
             raise ValueError(f"{self.source.path} registers no kernel {name!r} with GPU_KERNEL; "
@@ -405,7 +404,7 @@ class CpuKernel:
         values = self._arguments(args)
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         fault = _Fault()
-        simulator = backend._simulator
+        simulator = self.module.library
         run = simulator.sim_start(self._description, ctypes.byref(launch), pointers)
         try:
             while not simulator.sim_wait(run, 50):  # between waits Python hears of Ctrl-C
