@@ -309,7 +309,7 @@ def error_distribution(rows: list[dict]) -> Figure:
                 ax.stairs(share / d.size, 10**edges, fill=True, alpha=0.6, label=f"{activations} activations")
             ax.set(title=f"{codes} codes", xscale="log", xlabel="|error| over the output's RMS")
         axes[0].set_ylabel("share of outputs")
-        axes[0].legend()
+        axes[0].legend(loc="upper center")
 
     medians = {a: np.median([r["total"] for r in rows if r["activations"] == a]) for a in ("float", "int8")}
     return _figure(draw, "Errors against float64 on unrounded activations: median relative Frobenius over the products "
