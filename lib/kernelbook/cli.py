@@ -75,9 +75,9 @@ def _static_arguments(parser):
 def static(options) -> int:
     """Compile every kernel for every target, no GPU needed; print registers, spills and instructions per MAC."""
     from kernelbook import backends, toolchain
-    from kernelbook.ops import grouped_gemm
+    from kernelbook.ops import grouped_gemm, int8_pv
 
-    sources = [*grouped_gemm.sources(), backends.Source("ceilings/memory.cu")]
+    sources = [*grouped_gemm.sources(), *int8_pv.sources(), backends.Source("ceilings/memory.cu")]
     print(toolchain.table(sources, options.targets), end="")
     return 0
 

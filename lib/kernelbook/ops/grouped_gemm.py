@@ -22,6 +22,7 @@ import numpy as np
 
 from kernelbook import formats
 from kernelbook.backends import Backend, Source
+from kernelbook.ops.checks import check_apart, check_array, check_count
 
 # The geometry compiled into kernels/grouped_gemm/split.h.
 THREADS_N, THREADS_M, COLUMNS = 64, 4, 4
@@ -67,40 +68,6 @@ def sources(group: int = 32) -> list[Source]:
              source("float", group, remap=False), source("float", group, carry=False),
              ("grouped_gemm/3_reduce_splits.cu", {})]
     return [Source(*form) for form in forms]
-
-
-def _check_array(backend, array, what, shape, dtype, align):
-    """The array a kernel is about to read or write, or a clear error."""
-    if not backend.owns(array):
-        raise TypeError(f"{what} is a {type(array).__name__}; expected an array on {backend.device} "
-                        "(make one with backend.array or backend.empty)")
-    if array.dtype != dtype:
-        raise TypeError(f"{what} has dtype {array.dtype}; expected {np.dtype(dtype)}")
-    if tuple(array.shape) != tuple(shape):
-        raise ValueError(f"{what} has shape {tuple(array.shape)}; expected {tuple(shape)}"
-                         f"{', for any M' if what.startswith('x') else ''}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{what} has strides {array.strides}; expected a C-contiguous array (copy it first)")
-    if backend.pointer(array) % align:
-        raise ValueError(f"{what} starts at address {backend.pointer(array):#x}; expected a multiple of {align} bytes")
-
-
-def _check_apart(backend, written: dict, read: dict):
-    """Refuse an array to write that shares bytes with another: the kernels read through __restrict__ pointers."""
-    spans = {what: (backend.pointer(a), backend.pointer(a) + a.nbytes) for what, a in (read | written).items()}
-    for what in written:
-        for other in spans:
-            (begin, end), (other_begin, other_end) = spans[what], spans[other]
-            if other != what and max(begin, other_begin) < min(end, other_end):
-                raise ValueError(f"{what} overlaps {other}: both hold the bytes from {max(begin, other_begin):#x} to "
-                                 f"{min(end, other_end):#x}; give {what} memory of its own")
-
-
-def _check_count(what, value):
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an integer")
-    if value < 1:
-        raise ValueError(f"{what} = {value}; expected at least 1")
 
 
 def _check_activations(activations: str, group: int):
@@ -207,23 +174,23 @@ class GroupedGemm:
         shape = getattr(codes, "shape", ())
         m = shape[0] if len(shape) == 2 else 1  # anything but a matrix is refused below
         if pair:
-            _check_array(self.backend, codes, "x codes", (m, s.k), np.int8, 1)
-            _check_array(self.backend, x[1], "x scales", (m, s.groups), np.float32, 4)
+            check_array(self.backend, codes, "x codes", (m, s.k), np.int8, 1)
+            check_array(self.backend, x[1], "x scales", (m, s.groups), np.float32, 4)
         else:
-            _check_array(self.backend, x, "x", (m, s.k), np.float32, 4)
+            check_array(self.backend, x, "x", (m, s.k), np.float32, 4)
         if nsplit is None:
             nsplit = self.choose_nsplit(m)
-        _check_count("nsplit", nsplit)
+        check_count("nsplit", nsplit)
         if nsplit > s.groups:
             raise ValueError(f"nsplit = {nsplit}; expected 1 to {s.groups}, the number of groups")
         if out is None:
             out = self.backend.empty((m, s.n), np.float32)
-        _check_array(self.backend, out, "out", (m, s.n), np.float32, 16)
+        check_array(self.backend, out, "out", (m, s.n), np.float32, 16)
         if nsplit > 1:
             partial = self._partial_buffer(nsplit, m) if partial is None else partial
-            _check_array(self.backend, partial, "partial", (nsplit, m, s.n), np.float32, 16)
+            check_array(self.backend, partial, "partial", (nsplit, m, s.n), np.float32, 16)
         read = {"x codes": x[0], "x scales": x[1]} if pair else {"x": x}
-        _check_apart(self.backend, {"out": out} | ({"partial": partial} if nsplit > 1 else {}),
+        check_apart(self.backend, {"out": out} | ({"partial": partial} if nsplit > 1 else {}),
                      read | {"the weights' codes": self._codes, "the weights' scales": self._scales})
         if self.keep_sums:
             self.sums = self.backend.empty((m, s.groups, s.n), np.int32)
@@ -268,7 +235,7 @@ class HostGemm:
     """
 
     def __init__(self, gemm: GroupedGemm, max_rows: int):
-        _check_count("max_rows", max_rows)
+        check_count("max_rows", max_rows)
         self.gemm = gemm
         self.max_rows = max_rows
         s, backend = gemm.strips, gemm.backend
@@ -372,7 +339,7 @@ class Linear:
                  activations: str = "float"):
         strips.check()
         _check_activations(activations, strips.group)
-        _check_count("max_rows", max_rows)
+        check_count("max_rows", max_rows)
         if isinstance(gate, bool) or not isinstance(gate, Real):
             raise TypeError(f"gate is {gate!r} of type {type(gate).__name__}; expected a number of FLOP")
         if not gate >= 0:

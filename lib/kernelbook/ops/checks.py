@@ -1,0 +1,43 @@
+"""Checks of what a kernel is about to be given, before anything is launched."""
+
+import numpy as np
+
+
+def check_array(backend, array, what, shape, dtype, align):
+    """Refuse an array that a kernel must not get: TypeError for another place or dtype, ValueError for another shape, a
+    gap between its elements, or a first byte that is no multiple of `align`. what: its name in the error.
+    """
+    if not backend.owns(array):
+        raise TypeError(f"{what} is a {type(array).__name__}; expected an array on {backend.device} "
+                        "(make one with backend.array or backend.empty)")
+    if array.dtype != dtype:
+        raise TypeError(f"{what} has dtype {array.dtype}; expected {np.dtype(dtype)}")
+    if tuple(array.shape) != tuple(shape):
+        raise ValueError(f"{what} has shape {tuple(array.shape)}; expected {tuple(shape)}"
+                         f"{', for any M' if what.startswith('x') else ''}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{what} has strides {array.strides}; expected a C-contiguous array (copy it first)")
+    if backend.pointer(array) % align:
+        raise ValueError(f"{what} starts at address {backend.pointer(array):#x}; expected a multiple of {align} bytes")
+
+
+def check_apart(backend, written: dict, read: dict):
+    """ValueError where an array to write shares bytes with another: kernels read through __restrict__ pointers.
+
+    written, read: device arrays by their name in the error.
+    """
+    spans = {what: (backend.pointer(a), backend.pointer(a) + a.nbytes) for what, a in (read | written).items()}
+    for what in written:
+        for other in spans:
+            (begin, end), (other_begin, other_end) = spans[what], spans[other]
+            if other != what and max(begin, other_begin) < min(end, other_end):
+                raise ValueError(f"{what} overlaps {other}: both hold the bytes from {max(begin, other_begin):#x} to "
+                                 f"{min(end, other_end):#x}; give {what} memory of its own")
+
+
+def check_count(what, value):
+    """TypeError where `value` is no integer, ValueError where it is below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an integer")
+    if value < 1:
+        raise ValueError(f"{what} = {value}; expected at least 1")
