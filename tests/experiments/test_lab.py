@@ -170,3 +170,8 @@ def test_the_summary_names_what_a_reader_wants_first(lab):
     found = experiments.summary(lab.record.environment)
     assert "simulated, not timed" in found["device"] and found["Python"].count("numpy") == 1
     assert all(isinstance(value, str) and value for value in found.values())
+
+
+def test_no_case_gives_no_verdict():
+    with pytest.raises(ValueError, match="no case"):
+        experiments.speed_verdict([])

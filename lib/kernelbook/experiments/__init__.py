@@ -125,6 +125,8 @@ def speed_verdict(pairs: Sequence[tuple[measure.Timing, measure.Timing]], left_o
     A case counts for or against only where the two do not overlap between their 10th and 90th percentiles. left_out:
     cases that gave a wrong result; with any, a claim is not reproduced in full.
     """
+    if not pairs:
+        raise ValueError("no case gives no verdict on a speed")
     for_it = sum(without.p10 > with_it.p90 for without, with_it in pairs)
     against = sum(without.p90 < with_it.p10 for without, with_it in pairs)
     if for_it == len(pairs):

@@ -807,7 +807,7 @@ def host_paths(lab: Lab, projections: Sequence[shapes.Projection], precision: st
     dominated = [name for name in small if fixed[name] > table[name]["kernel"].median]
     close = 50 <= typical <= 200
     g10 = Finding(
-        "G10", "reproduced" if close and dominated == small and not left_out else
+        "G10", "reproduced" if close and small and dominated == small and not left_out else
         "direction holds" if dominated else "not reproduced",
         f"Fixed cost of a call (call from the host minus cold kernel in a graph) {min(fixed.values()):.0f} to "
         f"{max(fixed.values()):.0f} us, median "
