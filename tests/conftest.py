@@ -8,11 +8,17 @@ from kernelbook.backends.cpu import CpuBackend
 def backend(request):
     """Every backend that a kernel must give the same result on."""
     if request.param == "cuda":
-        reason = backends.available()["cuda"]
-        if reason:
-            pytest.skip(reason)
-        return backends.get("cuda")
+        return request.getfixturevalue("gpu")
     return CpuBackend(wave=int(request.param.removeprefix("cpu-")))
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """The CUDA backend; skips where there is none."""
+    reason = backends.available()["cuda"]
+    if reason:
+        pytest.skip(reason)
+    return backends.get("cuda")
 
 
 @pytest.fixture(scope="session")

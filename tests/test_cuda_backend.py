@@ -116,13 +116,6 @@ def test_a_missing_simulator_does_not_hide_behind_a_missing_gpu(monkeypatch):
 
 # ---- on a GPU
 
-@pytest.fixture(scope="module")
-def gpu():
-    if NO_GPU:
-        pytest.skip(NO_GPU)
-    return backends.get("cuda")
-
-
 @pytest.mark.gpu
 def test_arrays_go_there_and_back(gpu):
     host = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]

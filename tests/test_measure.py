@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
 
-from kernelbook import backends, measure
+from kernelbook import measure
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.measure import Timing
-
-NO_GPU = backends.available()["cuda"]
 
 
 class Clock:
@@ -171,13 +169,6 @@ def test_memory_ceilings_are_measured_on_filled_buffers(monkeypatch):
 
 
 # ---- on a GPU
-
-@pytest.fixture(scope="module")
-def gpu():
-    if NO_GPU:
-        pytest.skip(NO_GPU)
-    return backends.get("cuda")
-
 
 @pytest.mark.gpu
 def test_device_times_are_those_of_the_calls(gpu):

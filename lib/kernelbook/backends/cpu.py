@@ -324,15 +324,15 @@ class CpuModule:
         self.backend, self.source, self.path = backend, source, path
         # The simulator's functions are looked up through the module, which gives those that it is linked to: where the
         # cache folder has changed, the process may hold a second copy of the simulator, with another state.
-        self.library = ctypes.CDLL(path)
-        self.library.sim_start.restype = ctypes.c_void_p
-        self.library.sim_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        self.library.sim_finish.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self.symbols = ctypes.CDLL(path)
+        self.symbols.sim_start.restype = ctypes.c_void_p
+        self.symbols.sim_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.symbols.sim_finish.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
     def kernel(self, name: str) -> "CpuKernel":
         """Raises ValueError, with the names there are, for a kernel that the source does not register."""
         try:
-            describe = self.library[f"gpu_kernel_{name}"]
+            describe = self.symbols[f"gpu_kernel_{name}"]
         except AttributeError:
             known = ", ".join(re.findall(r"GPU_KERNEL\((\w+)\)", self.source.text)) or "none"
             raise ValueError(f"{self.source.path} registers no kernel {name!r} with GPU_KERNEL; "
@@ -404,7 +404,7 @@ class CpuKernel:
         values = self._arguments(args)
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         fault = _Fault()
-        simulator = self.module.library
+        simulator = self.module.symbols
         run = simulator.sim_start(self._description, ctypes.byref(launch), pointers)
         try:
             while not simulator.sim_wait(run, 50):  # between waits Python hears of Ctrl-C

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 
 from kernelbook import backends, counters, formats, measure, peers, shapes, smollm2, stats, toolchain
+from kernelbook.backends.cpu import CpuBackend
 from kernelbook.experiments import Finding, Lab, not_timed, omitted, speed_verdict
 from kernelbook.ops import grouped_gemm as op
 
@@ -111,6 +112,11 @@ def distinct(model: shapes.Inventory) -> list[shapes.Projection]:
     return list(first.values())
 
 
+def _case(m: int, strips: formats.Strips) -> dict:
+    """What a record calls a product of m rows with `strips`."""
+    return {"M": m, "N": strips.n, "K": strips.k, "group": strips.group, "codes": strips.precision}
+
+
 def _passes(lab: Lab, variant: str, case: dict, out, reference, bound: float = BOUND, columns=None) -> bool:
     """Record the errors of `out`; whether relative Frobenius is within `bound`.
 
@@ -134,25 +140,24 @@ def _none_right(claim: str, data=None) -> Finding:
 
 def artifact(lab: Lab, inputs: Inputs, rows: int = 2) -> Finding:
     """GGUF blocks to strips and back, and one product of the strips on every backend there is."""
-    places = {"wave simulator, 32 lanes": lambda: backends.get("cpu")} | (
-        {lab.backend.device: lambda: lab.backend} if lab.timed else {})
-    from kernelbook.backends.cpu import CpuBackend
-    places["wave simulator, 64 lanes"] = lambda: CpuBackend(wave=64)
+    places = {f"wave simulator, {wave} lanes": CpuBackend(wave=wave) for wave in (32, 64)}
+    if lab.timed:
+        places[lab.backend.device] = lab.backend
     table, exact, agree = [], True, True
     for i, (name, (kind, blocks)) in enumerate(inputs.blocks.items()):
         strips = formats.strips_from_blocks(blocks, kind)
-        round_trip = np.array_equal(formats.blocks_from_strips(strips), blocks)
+        back = formats.blocks_from_strips(strips)
+        round_trip = np.array_equal(back, blocks)
         same_values = np.array_equal(strips.dequantize(), gguf.quants.dequantize(
             blocks, gguf.GGMLQuantizationType[kind]))
         x = lab.rng(2, i).standard_normal((rows, strips.k), np.float32)
         ref = op.reference(x, strips)
-        outs = {place: _multiply(op.GroupedGemm(backend(), strips), [x]) for place, backend in places.items()}
+        outs = {place: _multiply(op.GroupedGemm(backend, strips), [x]) for place, backend in places.items()}
         outs["CPU path (PyTorch)"] = op.CpuGemm(strips)(x)
         first = next(iter(outs.values()))
-        case = {"M": rows, "N": strips.n, "K": strips.k, "group": strips.group, "codes": strips.precision,
-                "tensor": name}
+        case = _case(rows, strips) | {"tensor": name}
         lab.record.measure(kernel="formats", variant=kind, case=case, metric="bytes_changed_by_round_trip",
-                           value=int(np.count_nonzero(formats.blocks_from_strips(strips) != blocks)), unit="1")
+                           value=int(np.count_nonzero(back != blocks)), unit="1")
         for place, out in outs.items():
             bound, variant = (CPU_BOUND, "cpu_path") if "CPU path" in place else (BOUND, VARIANTS["float"])
             error = lab.errors(KERNEL, variant, case | {"where": place}, out, ref, bound)
@@ -268,10 +273,10 @@ def partition(lab: Lab, m: int = 3, n: int = 65, k: int = 2048, group: int = 32)
         gemm(args, nsplit=nsplit)
         wrong[nsplit] = int(np.count_nonzero(lab.backend.numpy(gemm.sums) != exact))
         lab.record.measure(kernel=KERNEL, variant=VARIANTS["int8"], metric="group_sums_wrong", value=wrong[nsplit],
-                           case={"M": m, "N": n, "K": k, "group": group, "codes": "int8", "nsplit": nsplit}, unit="1")
+                           case=_case(m, strips) | {"nsplit": nsplit}, unit="1")
     digest = hashlib.sha256(exact.astype("<i4").tobytes()).hexdigest()[:12]
     lab.record.measure(kernel=KERNEL, variant=VARIANTS["int8"], metric="group_sums_checksum", value=int(digest, 16),
-                       case={"M": m, "N": n, "K": k, "group": group, "codes": "int8"}, unit="sha256, first 48 bits")
+                       case=_case(m, strips), unit="sha256, first 48 bits")
     extremes = {}
     for weight, activation in ((127, 127), (127, -127), (-128, 127)):
         full = formats.Strips(np.full((group, formats.LINE), weight, np.int8), np.ones((1, formats.LINE), np.float32),
@@ -314,13 +319,13 @@ def order(lab: Lab, m: int = 2, n: int = 1000, k: int = 2048, repeats: int = 5) 
     there = np.unravel_index(distances.argmax(), distances.shape)
     size = abs(float(outs[1][there])) / float(np.sqrt(np.mean(np.square(outs[1], dtype=np.float64))))
     for nsplit, (top, _) in ulps.items():
-        case = {"M": m, "N": n, "K": k, "group": 32, "codes": "int8", "nsplit": nsplit}
+        case = _case(m, strips) | {"nsplit": nsplit}
         lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric="max_ulp_from_nsplit_1", value=int(top),
                            case=case, unit="ulp")
         lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric="share_of_outputs_changed_from_nsplit_1",
                            value=changed[nsplit], case=case, unit="1")
     lab.record.measure(kernel=KERNEL, variant=VARIANTS["float"], metric="repeats_with_other_bits", value=unequal,
-                       case={"M": m, "N": n, "K": k, "group": 32, "codes": "int8", "repeats": repeats}, unit="1")
+                       case=_case(m, strips) | {"repeats": repeats}, unit="1")
     other = (f"Another nsplit changes bits of up to {max(changed.values()):.0%} of the outputs, at the median of "
              f"nsplit {widest} by {np.median(distances):.0f} ulp and at most by {largest}, at an output of {size:.1g} "
              "of the RMS." if largest else "No other nsplit changes any bit.")
@@ -343,7 +348,7 @@ def carry(lab: Lab, p: shapes.Projection, columns: int = 256, rows: int = 2) -> 
         gemm = op.GroupedGemm(lab.backend, strips, carry=with_carry)
         out = lab.backend.numpy(gemm(lab.backend.array(x), nsplit=1))
         variant = VARIANTS["float"] + ("" if with_carry else "_without_carry")
-        case = {"M": rows, "N": columns, "K": p.k, "group": strips.group, "codes": "int8", "nsplit": 1}
+        case = _case(rows, strips) | {"nsplit": 1}
         error = lab.errors(KERNEL, variant, case, out, reference, BOUND).relative_frobenius
         table.append({"sum over groups": "with a carry" if with_carry else "plain", "relative Frobenius": error})
         if weights and (bench := _Bench(weights, 1, carry=with_carry)).check():
@@ -491,7 +496,7 @@ class _Bench:
         s, backend = weights.strips, weights.lab.backend
         self.m, self.strips = m, s
         self.gemms = [gemm.using(activations, remap=remap, carry=carry) for gemm in weights.gemms]
-        self.case = {"M": m, "N": s.n, "K": s.k, "group": s.group, "codes": s.precision}
+        self.case = _case(m, s)
         self.variant = (VARIANTS[activations] + ("" if remap else "_without_remap")
                         + ("" if carry else "_without_carry"))
         self.host_x = weights.x(m)
@@ -693,8 +698,8 @@ def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence
                         contenders[peer.name, "cold"] = [lambda c=c, given=given: c(given) for c in calls]
                 for (variant, cache), timing in measure.device_times(contenders, budget_s=budget_s).items():
                     flop = 2 * m * p.n * p.k
-                    case = {"M": m, "N": p.n, "K": p.k, "group": 32, "codes": precision}
-                    lab.time(KERNEL, variant, case, timing, cache, nbytes=nbytes[variant], flop=flop)
+                    lab.time(KERNEL, variant, _case(m, weights.strips), timing, cache,
+                             nbytes=nbytes[variant], flop=flop)
                     table.append({"projection": p.name, "N": p.n, "K": p.k, "M": m, "codes": precision,
                                   "variant": variant, "cache": cache, "timing": timing, "nbytes": nbytes[variant],
                                   "flop": flop})
@@ -744,7 +749,7 @@ def _prepare_peers(lab, weights, known):
 def _check_peer(lab, peer, call, weights, given) -> bool:
     """A peer rounds activations to 16 bits and quantizes by its own rule: within 1% for 8 bits, 15% for 4."""
     s = weights.strips
-    case = {"M": len(given), "N": s.n, "K": s.k, "group": s.group, "codes": s.precision}
+    case = _case(len(given), s)
     try:
         out = call(given).float().cpu().numpy()
     except Exception as error:  # as above
@@ -838,7 +843,7 @@ def flop_gate(lab: Lab, model: shapes.Inventory, precision: str = "int8") -> Fin
     for p in distinct(model):
         strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, 32, precision)
         x = lab.rng(10, 1, p.k).standard_normal((1, p.k), np.float32)
-        case = {"M": 1, "N": p.n, "K": p.k, "group": 32, "codes": precision}
+        case = _case(1, strips)
         columns, sample = _outer_columns(strips)
         reference = op.reference(x, sample)
         cpu = op.CpuGemm(strips)
@@ -890,7 +895,7 @@ def fusion(lab: Lab, model: shapes.Inventory, precision: str = "int8") -> Findin
                     "separate": [op.HostGemm(op.GroupedGemm(lab.backend, s), 1) for s in parts],
                     "fused": [op.HostGemm(op.GroupedGemm(lab.backend, fused), 1)]}
         name = "+".join(p.name for p in group)
-        case = {"M": 1, "projections": name, "N": fused.n, "K": fused.k, "group": 32, "codes": precision}
+        case = _case(1, fused) | {"projections": name}
         reference = op.reference(x, fused)
         right[name] = all([_passes(lab, f"host_{how}", case, np.hstack([f(x) for f in each]), reference,
                                    CPU_BOUND if how == "cpu" else BOUND) for how, each in products.items()])
@@ -938,7 +943,7 @@ def activation_errors(lab: Lab, inputs: Inputs, precisions: Sequence[str] = PREC
             exact = op.reference(x, strips)
             codes, scales = formats.quantize_activations(x, strips.group)
             own = {"float": exact, "int8": op.reference_int8(codes, scales, strips)}
-            case = {"M": len(x), "N": strips.n, "K": strips.k, "group": 32, "codes": precision, "projection": name}
+            case = _case(len(x), strips) | {"projection": name}
             for activations, given in (("float", [x]), ("int8", [codes, scales])):
                 out = _multiply(op.GroupedGemm(lab.backend, strips, activations), given)
                 arithmetic = lab.errors(KERNEL, VARIANTS[activations], case, out, own[activations], BOUND)
@@ -1027,7 +1032,7 @@ def refusals(lab: Lab) -> Finding:
     linear = op.Linear(ragged, lab.backend, gate=0)
     out = linear(x)
     route, = linear.routes
-    error = lab.errors(KERNEL, "cpu_path", {"M": 2, "N": 8, "K": 100, "group": 32, "codes": "int8"}, out,
+    error = lab.errors(KERNEL, "cpu_path", _case(2, ragged), out,
                        op.reference(x, ragged), CPU_BOUND).relative_frobenius
     good = random_strips(lab.rng(15), 8, 64)
     bad = {
