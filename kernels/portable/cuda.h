@@ -32,6 +32,11 @@ __device__ __forceinline__ uint16_t float_to_half(float f) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
   return h;
 }
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float bf16_to_float(uint16_t b) { return __uint_as_float(uint32_t(b) << 16); }
 __device__ __forceinline__ uint16_t float_to_bf16(float f) {
   uint16_t b;
@@ -39,15 +44,16 @@ __device__ __forceinline__ uint16_t float_to_bf16(float f) {
   return b;
 }
 
-#define GPU_MMA_16832(name, a_type)                                                             \
+#define GPU_MMA_16832(name, types)                                                              \
   __device__ __forceinline__ void name(int d[4], const uint32_t a[4], const uint32_t b[2]) {    \
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." a_type ".s8.s32 "                     \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 "                         \
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                        \
                  : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                               \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));           \
   }
-GPU_MMA_16832(mma_m16n8k32_s8, "s8")
-GPU_MMA_16832(mma_m16n8k32_u8s8, "u8")
+GPU_MMA_16832(mma_m16n8k32_s8, "s8.s8")
+GPU_MMA_16832(mma_m16n8k32_u8s8, "u8.s8")
+GPU_MMA_16832(mma_m16n8k32_s8u8, "s8.u8")
 #undef GPU_MMA_16832
 
 __device__ __forceinline__ void mma_m16n8k16_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {

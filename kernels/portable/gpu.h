@@ -7,6 +7,7 @@
 //   GPU_FULL_MASK                      mask of a whole wave for shuffles and votes, of type gpu_mask (32 or 64 bits)
 //   GPU_DYNAMIC_SHARED(T, name)        declares the launch's dynamic shared memory as T *name, 16-byte aligned
 //   half_to_float, float_to_half, bf16_to_float, float_to_bf16    both 16-bit formats are stored as uint16_t
+//   fast_exp2(x)                       2^x by the hardware's instruction, to about 2 ulp; subnormal results may be 0
 //   mma_..., mfma_..., mmac_...        matrix instructions, D += A B: one function each, named after the instruction,
 //                                      fragments as registers laid out by the maps in kernelbook/fragments.py
 #pragma once

@@ -180,6 +180,7 @@ GPU_DEVICE_INLINE int __dp4a(int a, int b, int c) {
 #endif
 }
 
+GPU_DEVICE_INLINE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 GPU_DEVICE_INLINE float half_to_float(uint16_t h) { return float(__builtin_bit_cast(_Float16, h)); }
 GPU_DEVICE_INLINE uint16_t float_to_half(float f) {
   return f != f ? 0x7fff : __builtin_bit_cast(uint16_t, _Float16(f));
@@ -201,6 +202,11 @@ typedef short gpu_short4 __attribute__((ext_vector_type(4)));
 GPU_DEVICE_INLINE void mmac_i32_16x16x32_i8(int d[4], uint64_t a, uint64_t b) {
   gpu_int4 sum = {d[0], d[1], d[2], d[3]};
   asm volatile("v_mmac_i32_16x16x32_i8 %0, %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b));
+  for (int i = 0; i < 4; ++i) d[i] = sum[i];
+}
+GPU_DEVICE_INLINE void mmac_f32_16x16x16_bf16(float d[4], uint64_t a, uint64_t b) {
+  gpu_float4 sum = {d[0], d[1], d[2], d[3]};
+  asm volatile("v_mmac_f32_16x16x16_bf16 %0, %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b));
   for (int i = 0; i < 4; ++i) d[i] = sum[i];
 }
 #elif defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__)

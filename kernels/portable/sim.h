@@ -98,6 +98,7 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }
+inline float fast_exp2(float x) { return std::exp2(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
@@ -320,9 +321,11 @@ void multiply(TD *d, const Register *a, const Register *b, Place place) {
   }
 SIM_MATRIX(mma_m16n8k32_s8, int8_t, int8_t, int, uint32_t)
 SIM_MATRIX(mma_m16n8k32_u8s8, uint8_t, int8_t, int, uint32_t)
+SIM_MATRIX(mma_m16n8k32_s8u8, int8_t, uint8_t, int, uint32_t)
 SIM_MATRIX(mma_m16n8k16_bf16, sim::bf16, sim::bf16, float, uint32_t)
 SIM_MATRIX_64(mfma_i32_16x16x32_i8, int8_t, int)
 SIM_MATRIX_64(mmac_i32_16x16x32_i8, int8_t, int)
 SIM_MATRIX_64(mfma_f32_16x16x16_bf16, sim::bf16, float)
+SIM_MATRIX_64(mmac_f32_16x16x16_bf16, sim::bf16, float)
 #undef SIM_MATRIX
 #undef SIM_MATRIX_64

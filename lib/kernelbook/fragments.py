@@ -198,17 +198,20 @@ class Tokens:
         return (latest_start + self.tile - 1) // block_size + 1
 
 
-def _mma_m16n8k32(name, a_dtype, a_name):
+def _mma_m16n8k32(a, b):
     # Lane = 4 * group + thread in group; a 32-bit register holds four neighbouring k.
-    return Instruction(name, f"mma.sync.aligned.m16n8k32.row.col.s32.{a_name}.s8.s32",
-                       A=Operand("l2 l3 l4 e2", "e0 e1 l0 l1 e3", a_dtype),
-                       B=Operand("e0 e1 l0 l1 e2", "l2 l3 l4", np.int8),
+    dtypes = {"s8": np.int8, "u8": np.uint8}
+    return Instruction("mma_m16n8k32_s8" if a == b else f"mma_m16n8k32_{a}{b}",
+                       f"mma.sync.aligned.m16n8k32.row.col.s32.{a}.{b}.s32",
+                       A=Operand("l2 l3 l4 e2", "e0 e1 l0 l1 e3", dtypes[a]),
+                       B=Operand("e0 e1 l0 l1 e2", "l2 l3 l4", dtypes[b]),
                        D=Operand("l2 l3 l4 e1", "e0 l0 l1", np.int32))
 
 
 INSTRUCTIONS = {i.name: i for i in (
-    _mma_m16n8k32("mma_m16n8k32_s8", np.int8, "s8"),
-    _mma_m16n8k32("mma_m16n8k32_u8s8", np.uint8, "u8"),
+    _mma_m16n8k32("s8", "s8"),
+    _mma_m16n8k32("u8", "s8"),
+    _mma_m16n8k32("s8", "u8"),
     Instruction("mma_m16n8k16_bf16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
                 A=Operand("l2 l3 l4 e1", "e0 l0 l1 e2", np.uint16),
                 B=Operand("e0 l0 l1 e1", "l2 l3 l4", np.uint16),
@@ -227,6 +230,11 @@ INSTRUCTIONS = {i.name: i for i in (
                 A=Operand("l0 l1 l2 l3", "e0 e1 l4 l5", np.uint16),
                 B=Operand("e0 e1 l4 l5", "l0 l1 l2 l3", np.uint16),
                 D=Operand("e0 e1 l4 l5", "l0 l1 l2 l3", np.float32)),
+    # The instruction is gfx936's; its map is the one that public sources give for the f16 form of the same shape.
+    Instruction("mmac_f32_16x16x16_bf16", "v_mmac_f32_16x16x16_bf16",
+                A=Operand("l0 l1 l2 l3", "e0 e1 l4 l5", np.uint16),
+                B=Operand("e0 e1 l4 l5", "l0 l1 l2 l3", np.uint16),
+                D=Operand("l0 l1 l2 l3", "l4 l5 e0 e1", np.float32)),
 )}
 
 

@@ -66,9 +66,10 @@ class PagedCache:
     def batch(self) -> int:
         return self.lengths.shape[0]
 
-    def check(self) -> "PagedCache":
+    def check(self, codes: bool = True) -> "PagedCache":
         """This cache, in host memory, once every rule of the layout has been found to hold.
 
+        codes: whether the codes are looked at too; if not, k_codes and v_codes may lie on a device.
         Raises TypeError for arrays of another kind or dtype; ValueError for another shape, strided arrays, a head_dim
         or block_size that the kernels do not take, a length below 0 or beyond the block table, an entry of the block
         table that a length reaches and that names no page, and, below the lengths, a scale that is NaN, infinite or
@@ -79,6 +80,8 @@ class PagedCache:
         dimensions = {"k_codes": 4, "k_scales": 3, "v_codes": 4, "v_scales": 3, "block_tables": 2, "lengths": 1}
         for name, dtype in dtypes.items():
             array = getattr(self, name)
+            if not codes and dtype is np.int8:
+                continue
             if not isinstance(array, np.ndarray) or array.dtype != dtype:
                 found = getattr(array, "dtype", None) if isinstance(array, np.ndarray) else type(array).__name__
                 raise TypeError(f"{name} must be a NumPy array of {np.dtype(dtype)}, not {found}")
@@ -97,18 +100,24 @@ class PagedCache:
                                  f"lengths of {self.lengths.shape} take {shape}")
         _check_tables(self.block_tables, self.lengths, block_size, blocks)
         for sequence in range(self.batch):
-            self._check_values(sequence)
+            self._check_scales(sequence)
+            if codes:
+                self._check_codes(sequence)
         return self
 
-    def _check_values(self, sequence):
-        k_codes, k_scales, v_codes, v_scales = self.tokens(sequence)
-        for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+    def _check_scales(self, sequence):
+        pages, offsets = self.slots(sequence, 0, int(self.lengths[sequence])).T
+        for name in ("k_scales", "v_scales"):
+            scales = getattr(self, name)[pages, :, offsets]
             bad = ~(np.isfinite(scales) & (scales >= 0))
             if bad.any():
                 token, head = np.argwhere(bad)[0]
                 page, offset = self.slots(sequence, int(token), 1)[0]
                 raise ValueError(f"{name}[{page}, {head}, {offset}], of token {token} and KV head {head} of sequence "
                                  f"{sequence}, is {scales[token, head]}; a scale must be finite and not negative")
+
+    def _check_codes(self, sequence):
+        k_codes, _, v_codes, _ = self.tokens(sequence)
         for name, codes in (("k_codes", k_codes), ("v_codes", v_codes)):
             if codes.size and codes.min() < -LARGEST_CODE:
                 token, head, d = np.argwhere(codes < -LARGEST_CODE)[0]

@@ -3,22 +3,104 @@
     out[query, head] = sum over tokens t of  softmax_t(softmax_scale * q . K[t]) * V[t]
 
     write_tokens    quantizes new tokens' K and V into the cache's pages on a device
+    Attention       decode and prefill on such a cache, in a Form: what P V multiplies, by which instruction
     reference       the attention in float64 on the dequantized cache
 
 Source: int8_pv article, sections 1 to 3.
 """
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 
 import numpy as np
 
 from kernelbook.backends import Backend, Source
+from kernelbook.fragments import INSTRUCTIONS, Tokens
 from kernelbook.kv_cache import HEAD_DIMS, PagedCache, check_geometry
-from kernelbook.ops.checks import check_apart, check_array
+from kernelbook.ops.checks import check_apart, check_array, check_count
 
-# The geometry compiled into kernels/int8_pv/1_quantize_kv.cu.
+# The geometry compiled into kernels/int8_pv/1_quantize_kv.cu and 2_decode.cu.
 WAVES = 4
+TILE = 64
+PV = ("int8", "uint8", "uint8_offset", "bf16", "bf16_dequantized", "bf16_pages")
+"""What P V multiplies: see enum Pv in kernels/int8_pv/attention.h."""
+MATRIX = {"mma": ("mma_m16n8k32_s8", 32), "mfma": ("mfma_i32_16x16x32_i8", 64), "mmac": ("mmac_i32_16x16x32_i8", 64)}
+"""Matrix instructions by the name that kernels take: the integer one in `fragments`, and the lanes of its wave."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an attention kernel is compiled as.
+
+    pv: one of `PV`. matrix: one of `MATRIX`; None takes the first of the backend's wave.
+    swapped: both products transposed, cache x rows; None takes what a target is fastest with (decode: True on mma).
+    scale_tokens: tokens under one scale of integer weights: 32, one step's, or 64, 128, ... up to a partition.
+    partition: tokens of a decode partition, a multiple of 64 and of scale_tokens, or 128 .. 1024.
+    And, wrong on purpose: grouping "logical" (scales over tokens 0-31 and 32-63 instead of a step's own), read 8 (of
+    each 16 bytes of V), common_scale (one scale of V taken out of the sum).
+    trace: keep weights, codes and integer sums of a decode: see Attention.trace.
+    Raises ValueError for values that do not exist or do not go together.
+    """
+
+    pv: str = "int8"
+    matrix: str | None = None
+    swapped: bool | None = None
+    scale_tokens: int = 32
+    partition: int = 256
+    grouping: str = "fragment"
+    read: int = 16
+    common_scale: bool = False
+    trace: bool = False
+
+    def __post_init__(self):
+        for name, known in (("pv", PV), ("matrix", (None, *MATRIX)), ("grouping", ("fragment", "logical")),
+                            ("read", (8, 16)), ("scale_tokens", (32, 64, 128, 256, 512, 1024)),
+                            ("partition", (128, 256, 512, 1024))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
+        if self.scale_tokens > self.partition:
+            raise ValueError(f"scale_tokens = {self.scale_tokens}; a scale covers at most a partition, {self.partition}")
+        if self.grouping == "logical" and self.scale_tokens != 32:
+            raise ValueError(f"grouping 'logical' with scale_tokens = {self.scale_tokens}; it is another cut into 32")
+        if not self.is_integer and (self.scale_tokens, self.grouping, self.common_scale) != (32, "fragment", False):
+            raise ValueError(f"pv {self.pv!r} has no integer weights, and so none of scale_tokens, grouping and "
+                             "common_scale")
+        if self.pv == "bf16_pages" and self.read != 16:
+            raise ValueError("read = 8 reads half of the INT8 pages; pv 'bf16_pages' does not read them")
+        if self.pv == "uint8" and self.matrix not in (None, "mma"):
+            raise ValueError(f"pv 'uint8' needs a mixed-sign instruction, which {self.matrix} has not; take "
+                             "'uint8_offset'")
+
+    @property
+    def is_integer(self) -> bool:
+        return self.pv in ("int8", "uint8", "uint8_offset")
+
+    @property
+    def largest(self) -> int:
+        """The largest code of a weight."""
+        return 127 if self.pv == "int8" else 255
+
+    def on(self, backend: Backend) -> "Form":
+        """This form with matrix and swapped chosen for a backend. Raises ValueError where it cannot run there."""
+        matrix = self.matrix or next(name for name, (_, lanes) in MATRIX.items() if lanes == backend.wave)
+        if MATRIX[matrix][1] != backend.wave:
+            raise ValueError(f"matrix {matrix!r} takes waves of {MATRIX[matrix][1]} lanes; {backend.device} has "
+                             f"{backend.wave}")
+        swapped = matrix == "mma" if self.swapped is None else self.swapped
+        return replace(self, matrix=matrix, swapped=swapped)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Which tokens each step multiplies; of a form whose matrix and swapped are chosen."""
+        return Tokens(INSTRUCTIONS[MATRIX[self.matrix][0]], 16, "A" if self.swapped else "B")
+
+    def defines(self, head_dim: int) -> dict:
+        """Constants that the kernels are compiled with."""
+        chosen = {"MATRIX": self.matrix} if self.matrix else {}
+        return chosen | {"HEAD_DIM": head_dim, "PV": self.pv.upper(), "SWAPPED": self.swapped, "READ": self.read,
+                         "SCALE_TOKENS": self.scale_tokens, "LOGICAL_GROUPS": self.grouping == "logical",
+                         "COMMON_SCALE": self.common_scale}
 
 
 def sources() -> list[Source]:
@@ -93,6 +175,118 @@ def _check_slots(slots, blocks, block_size) -> np.ndarray:
     return np.ascontiguousarray(slots, np.int32)
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What a decode computed on its way, in host memory.
+
+    weights: float32 [batch, queries, heads, tokens], W before it is quantized. codes: int32, the same shape, W's codes.
+    sums: int32 [batch, queries, heads, scales, head_dim], of codes times V for every scale of the weights, in order.
+    Places of tokens that a sequence does not have hold no meaning.
+    """
+
+    weights: np.ndarray
+    codes: np.ndarray
+    sums: np.ndarray
+
+
+class Attention:
+    """Attention on a cache on the device, in a form.
+
+    The lengths and block tables are read once, here, and checked with the scales: a cache that has grown takes a new
+    Attention. bf16_pages: the form "bf16_pages" attends to V that `dequantize` has put into pages of its own.
+    Raises what `PagedCache.check` raises but for codes, which are not looked at, and ValueError for a form that the
+    backend cannot run.
+    """
+
+    def __init__(self, backend: Backend, cache: PagedCache, form: Form = Form()):
+        self.backend, self.cache, self.form = backend, cache, form.on(backend)
+        for name, dtype in (("k_codes", np.int8), ("k_scales", np.float32), ("v_codes", np.int8),
+                            ("v_scales", np.float32), ("block_tables", np.int32), ("lengths", np.int32)):
+            array = getattr(cache, name)
+            check_array(backend, array, name, getattr(array, "shape", ()), dtype, 16 if "codes" in name else 4)
+        on_host = {f.name: backend.numpy(getattr(cache, f.name)) for f in fields(cache) if "codes" not in f.name}
+        self._host = replace(cache, **on_host).check(codes=False)
+        self.value_pages = cache.v_codes
+        self.trace = None
+        if self.form.pv == "bf16_pages":
+            self.value_pages = backend.empty(cache.v_codes.shape, np.uint16)
+            self.dequantize()
+
+    def dequantize(self) -> None:
+        """Write V of every page as bf16 into the pages that the form "bf16_pages" attends to."""
+        runs = self.cache.v_codes.size // 16
+        kernel = self.backend.compile("int8_pv/5_dequantize_v.cu").kernel("dequantize_v")
+        kernel((-(-runs // 256), 1, 1), (256, 1, 1),
+               [self.cache.v_codes, self.cache.v_scales, self.value_pages, np.uint64(runs),
+                np.int32(self.cache.head_dim), np.int32(self.cache.block_size)])
+
+    def decode(self, q, *, softmax_scale: float | None = None, causal_offset=None, out=None) -> Callable:
+        """A call of no arguments that launches the attention of what `q` then holds and returns `out`.
+
+        q: float32 [batch, queries, heads, head_dim] on the device. out: the same, to write into; made where not given.
+        softmax_scale, causal_offset: as `reference` takes them.
+        Everything is checked here, once; the call only launches, and nothing is synchronized. Values of q are not
+        looked at: a NaN or infinite one makes the rows that hold it meaningless and leaves others alone.
+        Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
+        alignment, on heads that are no multiple of the cache's, and where `out` shares memory with what is read.
+        """
+        queries, heads, scale, offsets, out = self._check(q, softmax_scale, causal_offset, out)
+        form, cache, backend = self.form, self.cache, self.backend
+        partitions = max(1, -(-int(self._host.lengths.max(initial=0)) // form.partition))
+        rows = cache.batch * queries * heads
+        if rows == 0:
+            return lambda: out
+        parts = out if partitions == 1 else backend.empty((rows, partitions, cache.head_dim), np.float32)
+        stats = backend.empty((rows, partitions, 2), np.float32)
+        trace = [None] * 3
+        if form.trace:
+            tokens, scales = partitions * form.partition, partitions * form.partition // form.scale_tokens
+            shape = (cache.batch, queries, heads)
+            trace = [backend.empty((*shape, tokens), np.float32), backend.empty((*shape, tokens), np.int32),
+                     backend.empty((*shape, scales, cache.head_dim), np.int32)]
+        defines = form.defines(cache.head_dim) | {"PARTITION": form.partition, "TRACE": form.trace}
+        kernel = backend.compile("int8_pv/2_decode.cu", defines).kernel("decode")
+        merge = backend.compile("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": cache.head_dim}).kernel("merge_partitions")
+        row_tiles = -(-queries * heads // cache.kv_heads // self._rows)
+        args = [q, cache.k_codes, cache.k_scales, self.value_pages, cache.v_scales, cache.block_tables, cache.lengths,
+                offsets, parts, stats, *trace, *map(np.int32, (queries, heads, cache.kv_heads, cache.block_size,
+                                                               cache.block_tables.shape[1])), np.float32(scale)]
+        merge_args = [parts, stats, cache.lengths, out,
+                      *map(np.int32, (partitions, form.partition, queries * heads))]
+
+        def launch():
+            kernel((partitions, cache.kv_heads * row_tiles, cache.batch), (backend.wave, WAVES, 1), args)
+            if partitions > 1:
+                merge((rows, 1, 1), (256, 1, 1), merge_args)
+            if form.trace:
+                self.trace = Trace(*map(backend.numpy, trace))
+            return out
+        return launch
+
+    @property
+    def _rows(self) -> int:
+        """Rows of Q that one product takes."""
+        instruction = INSTRUCTIONS[MATRIX[self.form.matrix][0]]
+        return instruction.N if self.form.swapped else instruction.M
+
+    def _check(self, q, softmax_scale, causal_offset, out):
+        """The numbers and arrays of a launch: queries, heads, softmax_scale with log2(e), offsets, out."""
+        cache, backend = self.cache, self.backend
+        shape = getattr(q, "shape", ())
+        queries, heads = shape[1:3] if len(shape) == 4 else (1, cache.kv_heads)  # any other is refused below
+        check_array(backend, q, "q", (cache.batch, queries, heads, cache.head_dim), np.float32, 16)
+        _check_heads(heads, cache)
+        scale = _softmax_scale(softmax_scale, cache.head_dim)
+        out = backend.empty(shape, np.float32) if out is None else out
+        check_array(backend, out, "out", shape, np.float32, 16)
+        read = {"q": q} | {f.name: getattr(cache, f.name) for f in fields(cache)}
+        check_apart(backend, {"out": out}, read)
+        offsets = None
+        if causal_offset is not None:
+            offsets = backend.array(_offsets(causal_offset, cache).astype(np.int32))
+        return queries, heads, scale * np.log2(np.e), offsets, out
+
+
 def reference(q, cache: PagedCache, *, softmax_scale: float | None = None, causal_offset=None) -> np.ndarray:
     """Attention in float64 on a cache in host memory: q [batch, queries, heads, head_dim] -> float64 of that shape.
 
@@ -111,14 +305,8 @@ def reference(q, cache: PagedCache, *, softmax_scale: float | None = None, causa
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (cache.batch, cache.head_dim):
         raise ValueError(f"q has shape {q.shape}; expected [{cache.batch}, queries, heads, {cache.head_dim}]")
     _, queries, heads, head_dim = q.shape
-    if heads < 1 or heads % cache.kv_heads:
-        raise ValueError(f"q has {heads} heads; expected a multiple of the cache's {cache.kv_heads} KV heads")
-    if softmax_scale is None:
-        softmax_scale = head_dim ** -0.5
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real):
-        raise TypeError(f"softmax_scale is {softmax_scale!r} of type {type(softmax_scale).__name__}; expected a number")
-    if not np.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale = {softmax_scale}; expected a finite number")
+    _check_heads(heads, cache)
+    softmax_scale = _softmax_scale(softmax_scale, head_dim)
     last = _last_seen(causal_offset, cache, queries)
     out = np.zeros(q.shape, np.float64)
     for sequence in range(cache.batch):
@@ -131,17 +319,37 @@ def reference(q, cache: PagedCache, *, softmax_scale: float | None = None, causa
     return out
 
 
-def _last_seen(causal_offset, cache, queries) -> np.ndarray:
-    """The last token that each query sees, [batch, queries]; below 0 where it sees none."""
-    if causal_offset is None:
-        return np.repeat(cache.lengths[:, None] - 1, queries, axis=1)
+def _check_heads(heads, cache):
+    if heads < 1 or heads % cache.kv_heads:
+        raise ValueError(f"q has {heads} heads; expected a multiple of the cache's {cache.kv_heads} KV heads")
+
+
+def _softmax_scale(softmax_scale, head_dim) -> float:
+    if softmax_scale is None:
+        return head_dim ** -0.5
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real):
+        raise TypeError(f"softmax_scale is {softmax_scale!r} of type {type(softmax_scale).__name__}; expected a number")
+    if not np.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale = {softmax_scale}; expected a finite number")
+    return float(softmax_scale)
+
+
+def _offsets(causal_offset, cache) -> np.ndarray:
+    """The last token that query 0 of each sequence sees, int64 [batch]."""
     offsets = np.asarray(causal_offset)
     if not np.issubdtype(offsets.dtype, np.integer):
         raise TypeError(f"causal_offset has dtype {offsets.dtype}; expected integers")
     if offsets.shape not in ((), (cache.batch,)):
         raise ValueError(f"causal_offset has shape {offsets.shape}; expected one integer or {cache.batch}, one for "
                          "each sequence")
-    return np.broadcast_to(offsets, cache.batch)[:, None].astype(np.int64) + np.arange(queries)
+    return np.broadcast_to(offsets, cache.batch).astype(np.int64)
+
+
+def _last_seen(causal_offset, cache, queries) -> np.ndarray:
+    """The last token that each query sees, [batch, queries]; below 0 where it sees none."""
+    if causal_offset is None:
+        return np.repeat(cache.lengths[:, None] - 1, queries, axis=1)
+    return _offsets(causal_offset, cache)[:, None] + np.arange(queries)
 
 
 def _softmax(scores, seen) -> np.ndarray:

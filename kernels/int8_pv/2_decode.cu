@@ -1,0 +1,310 @@
+// 2. Decode: a few query rows against a long history, cut into partitions that blocks attend to on their own.
+//
+// A block takes the rows of one KV head and one partition of the history. Its waves split the tokens for Q K and the
+// columns for P V, so that nothing is read twice and no sum crosses waves; in between, the weights go through shared
+// memory, in the order of tokens: lanes read them in the same runs of 16 as V, whatever the lane map. What the map does
+// decide is which tokens one step multiplies, and with them which share a scale: step_of, the only place that knows.
+//
+//   score = q . k * sQ * sK          P = softmax within the partition       W = P sV
+//   W ~ sW Wq over the tokens of a step                 out = sum over steps of sW * (Wq x V)
+//
+// Loads of V are under way before the scores are known. Partitions are merged by 4_merge_partitions.cu.
+//
+//   PARTITION   tokens of a partition, a multiple of 64
+//   TRACE       1: weights, their codes and the integer sums are written out too, for comparison with a model
+#include "attention.h"
+
+constexpr int kWaves = 4;
+constexpr int kTiles = PARTITION / kTile;
+constexpr int kWaveTiles = (kTiles + kWaves - 1) / kWaves;  // for Q K
+constexpr int kWaveTokens = kWaveTiles * kTile;
+constexpr int kColumnTiles = HEAD_DIM / kColumns;
+constexpr int kWaveColumns = (kColumnTiles + kWaves - 1) / kWaves;  // in tiles, for P V
+constexpr int kTokens = kWaves * kWaveTokens;                       // of a short partition, some belong to no wave
+constexpr int kKeyTiles = kWaveTokens / kKeys;
+constexpr int kScales = kTokens / kScaleTokens;                     // of the weights of a row
+constexpr int kPeakTokens = kScaleTokens < kTile ? kScaleTokens : kTile;  // under one maximum that a wave finds on its own
+constexpr int kWavePeaks = kWaveTokens / kPeakTokens;
+
+// Neighbouring d that a lane reads of a token of K; a part is what a round of reads covers.
+constexpr int kQkRun = HEAD_DIM % 64 == 0 ? 16 : 8;
+constexpr int kQkPart = QK::Rows::length / QK::Rows::run * kQkRun;
+constexpr int kQkParts = HEAD_DIM / kQkPart;
+
+using Keys = uint32_t[kTile / kKeys][kQkParts][QK::Cache::vectors][kQkRun / 4];  // of a tile
+
+using Values = uint32_t[kWaveColumns][PxV::Cache::vectors][kValueWords];
+// Tiles of V that are loaded before the scores are known: as many as 64 registers hold, at least one.
+constexpr int kFitting = sizeof(Values) < 64 * 4 ? 64 * 4 / sizeof(Values) : 1;
+constexpr int kEarly = kTiles < kFitting ? kTiles : kFitting;
+
+constexpr int kPad = 16;  // bytes between rows in shared memory, so that rows do not meet in the banks
+
+struct Shared {
+  alignas(16) Weight weights[kRows][kTokens + kPad / sizeof(Weight)];
+  alignas(16) int8_t q[kRows][HEAD_DIM + kPad];
+  alignas(16) float v_scale[kTokens];
+  float k_scale[kTokens];
+  Unit units[kTokens / kUnit];
+  float q_scale[kRows], top[kWaves][kRows], total[kWaves][kRows];
+  int seen[kRows];                  // tokens of the partition that a row sees
+  float peak[kWaves * kWavePeaks][kRows];
+  float w_scale[kScales][kRows];
+};
+
+// Number of the maximum that a token's weight counts for, and is quantized by.
+__device__ __forceinline__ int peak_of(int token) {
+  if constexpr (kPeakTokens == kTile) return token / kTile;
+  else if constexpr (LOGICAL_GROUPS) return token / kPeakTokens;
+  else return token / kTile * (kTile / kPeakTokens) + MATRIX::step_of<SWAPPED>(token % kTile);
+}
+
+// q [batch][queries][heads][HEAD_DIM]. Pages as in kernelbook/kv_cache.py; v_pages holds bf16 for BF16_PAGES.
+// offsets [batch]: query i sees tokens 0 .. offsets + i; null: every query sees all. softmax_scale: times log2(e).
+// out [batch][queries][heads][partitions][HEAD_DIM], each partition normalized; stats the same without HEAD_DIM: the
+// largest score and the sum of powers of 2 relative to it. Of partitions beyond a sequence nothing is written.
+// Grid: partitions x (kv_heads * row tiles) x batch; block: warpSize x kWaves.
+extern "C" __global__ void __launch_bounds__(kWaves * MATRIX::Signed::map().lanes)
+decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
+       const void *__restrict__ v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
+       const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
+       float2 *__restrict__ stats, float *__restrict__ trace_weights, int *__restrict__ trace_codes,
+       int *__restrict__ trace_sums, int queries, int heads, int kv_heads, int block_size, int max_blocks,
+       float softmax_scale) {
+  __shared__ Shared shared;
+  const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * warpSize + lane, threads = kWaves * warpSize;
+  const int partition = blockIdx.x, head = blockIdx.y % kv_heads, batch = blockIdx.z;
+  const int group = heads / kv_heads, first_row = blockIdx.y / kv_heads * kRows;
+  const int length = lengths[batch], first = partition * PARTITION;
+  if (first >= length && partition > 0) return;
+  const int count = max(0, min(PARTITION, length - first));
+  const int *block_table = block_tables + (size_t)batch * max_blocks;
+
+  // Row r of the tile is query row first_row + r of this KV head: query (first_row + r) / group, member % group.
+  const auto row_of = [&](int r) {
+    const int row = first_row + r, query = row / group;
+    return ((size_t)batch * queries + query) * heads + head * group + row - query * group;
+  };
+
+  for (int u = thread; u * kUnit < count; u += threads)
+    shared.units[u] = unit_of(block_table, first + u * kUnit, block_size, kv_heads, head);
+  for (int r = wave; r < kRows; r += kWaves) {
+    const bool is_row = first_row + r < queries * group;
+    const float scale = quantize_query(is_row ? q + row_of(r) * HEAD_DIM : nullptr, shared.q[r], softmax_scale);
+    if (lane == 0) {
+      const int last = offsets ? offsets[batch] + (first_row + r) / group - first : count - 1;
+      shared.q_scale[r] = scale;
+      shared.seen[r] = is_row ? max(0, min(count, last + 1)) : 0;
+    }
+  }
+  __syncthreads();
+
+  // ---- every load: scales, K for this wave's tokens, V for its columns ----
+
+  for (int t = thread; t < kTokens; t += threads) {
+    const Unit unit = shared.units[t / kUnit];
+    const size_t place = (size_t)unit.row * block_size + unit.offset + t % kUnit;
+    shared.k_scale[t] = t < count ? k_scales[place] : 0.f;
+    shared.v_scale[t] = t < count ? v_scales[place] : 0.f;
+  }
+  const int wave_token = wave * kWaveTokens;
+  const auto read_keys = [&](Keys &keys, int tile) {
+    unrolled<kTile / kKeys>([&](auto j) {
+      unrolled<QK::Cache::vectors>([&](auto v) {
+        const int token = wave_token + tile * kTile + j.value * kKeys + QK::Cache::template vector<v.value>(lane);
+        if (token >= count) return;
+        const Unit unit = shared.units[token / kUnit];
+        const int8_t *key = k_codes + ((size_t)unit.row * block_size + unit.offset + token % kUnit) * HEAD_DIM +
+                            QK::Cache::part_of(lane) * kQkRun;
+        unrolled<kQkParts>([&](auto p) { read_run<kQkRun>(keys[j.value][p.value][v.value], key + p.value * kQkPart); });
+      });
+    });
+  };
+  Keys keys = {};
+  read_keys(keys, 0);
+  const auto read_values = [&](Values &values, int tile) {
+    const int unit_number = tile * (kTile / kUnit) + PxV::Cache::part_of(lane);
+    const bool is_there = unit_number * kUnit < count;
+    const Unit unit = shared.units[is_there ? unit_number : 0];
+    unrolled<kWaveColumns>([&](auto n) {
+      unrolled<PxV::Cache::vectors>([&](auto v) {
+        const int tile_of_columns = n.value * kWaves + wave;
+        const int column = tile_of_columns * kColumns + PxV::Cache::template vector<v.value>(lane);
+        const size_t place = ((size_t)unit.row * HEAD_DIM + column) * block_size + unit.offset;
+        if (is_there && tile_of_columns < kColumnTiles)
+          read_run<kUnit * kValueBytes * READ / 16>(values[n.value][v.value],
+                                                    static_cast<const char *>(v_pages) + place * kValueBytes);
+      });
+    });
+  };
+  Values early[kEarly] = {};
+  unrolled<kEarly>([&](auto tile) { read_values(early[tile.value], tile.value); });
+
+  // ---- scores of this wave's tokens, and softmax over the partition ----
+
+  uint32_t query[kQkParts][QK::Rows::vectors][kQkRun / 4];
+  unrolled<kQkParts>([&](auto p) {
+    unrolled<QK::Rows::vectors>([&](auto v) {
+      read_run<kQkRun>(query[p.value][v.value], &shared.q[QK::Rows::template vector<v.value>(lane)]
+                                                         [p.value * kQkPart + QK::Rows::part_of(lane) * kQkRun]);
+    });
+  });
+  using Sums = typename QK::Sums;
+  int row[Sums::vectors];  // that this lane has scores of
+  unrolled<Sums::vectors>([&](auto v) { row[v.value] = Sums::template vector<v.value>(lane); });
+  __syncthreads();  // k_scale, v_scale
+
+  float weight[kKeyTiles][4], top[Sums::vectors], total[Sums::vectors];
+  unrolled<Sums::vectors>([&](auto v) { top[v.value] = kNone, total[v.value] = 0.f; });
+  unrolled<kKeyTiles>([&](auto j) {
+    const int kInTile = kTile / kKeys;
+    if (j.value > 0 && j.value % kInTile == 0) read_keys(keys, j.value / kInTile);
+    int sums[4] = {};
+    unrolled<kQkParts>([&](auto p) {
+      unrolled<kQkRun / QK::Rows::run>([&](auto step) {
+        uint32_t a[QK::Rows::elements / 4], b[QK::Cache::elements / 4];
+        QK::Rows::template feed<step.value>(a, query[p.value]);
+        QK::Cache::template feed<step.value>(b, keys[j.value % kInTile][p.value]);
+        QK::multiply(sums, a, b);
+      });
+    });
+    unrolled<4>([&](auto i) {
+      constexpr int v = Sums::template vector_of<i.value>;
+      const int token = wave_token + j.value * kKeys + Sums::template along<i.value>(lane);
+      const bool is_seen = token < shared.seen[row[v]];
+      weight[j.value][i.value] = is_seen ? float(sums[i.value]) * (shared.q_scale[row[v]] * shared.k_scale[token]) : kNone;
+      top[v] = fmaxf(top[v], weight[j.value][i.value]);
+    });
+  });
+  unrolled<Sums::vectors>([&](auto v) { top[v.value] = Sums::reduce(top[v.value], larger); });
+  unrolled<kKeyTiles>([&](auto j) {
+    unrolled<4>([&](auto i) {
+      constexpr int v = Sums::template vector_of<i.value>;
+      weight[j.value][i.value] = fast_exp2(weight[j.value][i.value] - or_zero(top[v]));
+      total[v] += weight[j.value][i.value];
+    });
+  });
+  const bool leads = Sums::part_of(lane) == 0;  // one lane for each row
+  unrolled<Sums::vectors>([&](auto v) {
+    total[v.value] = Sums::reduce(total[v.value], sum);
+    if (leads) shared.top[wave][row[v.value]] = top[v.value], shared.total[wave][row[v.value]] = total[v.value];
+  });
+  __syncthreads();
+  unrolled<Sums::vectors>([&](auto v) {
+    float partition_top = kNone, partition_total = 0.f;
+    for (int w = 0; w < kWaves; ++w) partition_top = fmaxf(partition_top, shared.top[w][row[v.value]]);
+    for (int w = 0; w < kWaves; ++w)
+      partition_total += shared.total[w][row[v.value]] * fast_exp2(shared.top[w][row[v.value]] - or_zero(partition_top));
+    if (wave == 0 && leads && first_row + row[v.value] < queries * group)
+      stats[row_of(row[v.value]) * gridDim.x + partition] = make_float2(partition_top, partition_total);
+    top[v.value] = partition_total > 0.f ? fast_exp2(top[v.value] - or_zero(partition_top)) / partition_total : 0.f;
+  });
+
+  // ---- weights: the scales of V folded in, then codes, grouped as the steps of P V multiply them ----
+
+  unrolled<kKeyTiles>([&](auto j) {
+    unrolled<4>([&](auto i) {
+      const int token = wave_token + j.value * kKeys + Sums::template along<i.value>(lane);
+      weight[j.value][i.value] *= top[Sums::template vector_of<i.value>];
+      if (kFolded && !COMMON_SCALE) weight[j.value][i.value] *= shared.v_scale[token];
+    });
+  });
+  float inverse[kWavePeaks][Sums::vectors];  // of the scale that the weights under one maximum get
+  if constexpr (kInteger) {
+    unrolled<kWavePeaks>([&](auto p) {
+      unrolled<Sums::vectors>([&](auto v) {
+        float peak = 0.f;
+        unrolled<kKeyTiles>([&](auto j) {
+          unrolled<4>([&](auto i) {
+            const bool counts = Sums::template vector_of<i.value> == v.value &&
+                                peak_of(j.value * kKeys + Sums::template along<i.value>(lane)) == p.value;
+            peak = counts ? fmaxf(peak, weight[j.value][i.value]) : peak;
+          });
+        });
+        peak = Sums::reduce(peak, larger);
+        if (leads) shared.peak[wave * kWavePeaks + p.value][row[v.value]] = peak;
+        inverse[p.value][v.value] = peak;
+      });
+    });
+    if constexpr (kScaleTokens > kPeakTokens) __syncthreads();  // other waves have a part in the scale
+    unrolled<kWavePeaks>([&](auto p) {
+      unrolled<Sums::vectors>([&](auto v) {
+        constexpr int kPeaks = kScaleTokens / kPeakTokens;
+        const int scale = (wave * kWavePeaks + p.value) / kPeaks;
+        float largest = inverse[p.value][v.value];
+        for (int other = 0; other < kPeaks && kPeaks > 1; ++other)
+          largest = fmaxf(largest, shared.peak[scale * kPeaks + other][row[v.value]]);
+        inverse[p.value][v.value] = largest > 0.f ? kLargest / largest : 0.f;
+        if (leads) shared.w_scale[scale][row[v.value]] = largest / kLargest;
+      });
+    });
+  }
+  unrolled<kKeyTiles>([&](auto j) {
+    unrolled<4>([&](auto i) {
+      constexpr int v = Sums::template vector_of<i.value>;
+      const int token = j.value * kKeys + Sums::template along<i.value>(lane);  // of this wave's
+      Weight code;
+      if constexpr (kInteger) {
+        float factor = 0.f;
+        unrolled<kWavePeaks>([&](auto p) { factor = peak_of(token) == p.value ? inverse[p.value][v] : factor; });
+        code = rounded_bits(weight[j.value][i.value], factor);
+      } else {
+        code = float_to_bf16(weight[j.value][i.value]);
+      }
+#if TRACE
+      if (first_row + row[v] < queries * group && wave_token + token < count) {
+        const size_t place = row_of(row[v]) * gridDim.x * PARTITION + first + wave_token + token;
+        trace_weights[place] = weight[j.value][i.value];
+        trace_codes[place] = code;
+      }
+#endif
+      if constexpr (kPv == UINT8_OFFSET) code ^= 0x80;  // minus 128
+      shared.weights[row[v]][wave_token + token] = code;
+    });
+  });
+  __syncthreads();
+
+  // ---- P V: this wave's columns of all tokens ----
+
+  using Outputs = typename PxV::Sums;
+  float output[kWaveColumns][4] = {}, common = 0.f;
+  if constexpr (COMMON_SCALE)
+    for (int t = 0; t < count; ++t) common = fmaxf(common, shared.v_scale[t]);
+  OpenSums open[kWaveColumns];
+  const auto attend = [&](const Values &values, int tile) {
+    const int token = tile * kTile + PxV::Rows::part_of(lane) * kUnit;
+    uint32_t weights[PxV::Rows::vectors][kWeightWords];
+    unrolled<PxV::Rows::vectors>([&](auto v) {
+      read_run<kUnit * sizeof(Weight)>(weights[v.value], &shared.weights[PxV::Rows::template vector<v.value>(lane)][token]);
+    });
+    unrolled<kWaveColumns>([&](auto n) {
+      const auto close = [&](auto i, int scale, int sum) {
+        const int r = Outputs::template vector<Outputs::template vector_of<i.value>>(lane);
+        const float factor = COMMON_SCALE ? shared.w_scale[scale][r] * common : shared.w_scale[scale][r];
+        output[n.value][i.value] = fmaf(sum_as_float(sum), factor, output[n.value][i.value]);
+#if TRACE
+        const int column = (n.value * kWaves + wave) * kColumns + Outputs::template along<i.value>(lane);
+        if (first_row + r < queries * group && column < HEAD_DIM)
+          trace_sums[((row_of(r) * gridDim.x + partition) * (PARTITION / kScaleTokens) + scale) * HEAD_DIM + column] =
+              sum - start_of_sum();
+#endif
+      };
+      multiply_tile(output[n.value], open[n.value], tile, weights, values[n.value], &shared.v_scale[token], close);
+    });
+  };
+  unrolled<kEarly>([&](auto tile) { attend(early[tile.value], tile.value); });
+  for (int tile = kEarly; tile < kTiles; ++tile) {
+    Values values = {};
+    read_values(values, tile);
+    attend(values, tile);
+  }
+  unrolled<kWaveColumns>([&](auto n) {
+    unrolled<4>([&](auto i) {
+      const int r = Outputs::template vector<Outputs::template vector_of<i.value>>(lane);
+      const int column = (n.value * kWaves + wave) * kColumns + Outputs::template along<i.value>(lane);
+      if (first_row + r < queries * group && column < HEAD_DIM)
+        out[(row_of(r) * gridDim.x + partition) * HEAD_DIM + column] = output[n.value][i.value];
+    });
+  });
+}
+GPU_KERNEL(decode)
