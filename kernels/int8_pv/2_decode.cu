@@ -26,10 +26,6 @@ constexpr int kScales = kTokens / kScaleTokens;                     // of the we
 constexpr int kPeakTokens = kScaleTokens < kTile ? kScaleTokens : kTile;  // under one maximum that a wave finds on its own
 constexpr int kWavePeaks = kWaveTokens / kPeakTokens;
 
-// Neighbouring d that a lane reads of a token of K; a part is what a round of reads covers.
-constexpr int kQkRun = HEAD_DIM % 64 == 0 ? 16 : 8;
-constexpr int kQkPart = QK::Rows::length / QK::Rows::run * kQkRun;
-constexpr int kQkParts = HEAD_DIM / kQkPart;
 
 using Keys = uint32_t[kTile / kKeys][kQkParts][QK::Cache::vectors][kQkRun / 4];  // of a tile
 

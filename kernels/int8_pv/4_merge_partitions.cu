@@ -14,7 +14,8 @@ constexpr int kGroups = kThreads / kQuads;
 constexpr int kChunk = 1024;  // partitions whose weights are in shared memory at once
 
 // stats [rows][partitions]: the largest score m and the sum l of powers of 2 relative to it. parts [rows][partitions]
-// [HEAD_DIM]. lengths [batch]: a sequence of rows / batch rows has written ceil(length / tokens) partitions, at least 1.
+// [HEAD_DIM]. lengths [batch]: sequences of rows_of_sequence rows have written ceil(length / tokens) partitions, at least
+// 1; null: every row has all of them.
 extern "C" __global__ void __launch_bounds__(kThreads)
 merge_partitions(const float *__restrict__ parts, const float2 *__restrict__ stats, const int *__restrict__ lengths,
                  float *__restrict__ out, int partitions, int tokens, int rows_of_sequence) {
@@ -22,7 +23,7 @@ merge_partitions(const float *__restrict__ parts, const float2 *__restrict__ sta
   __shared__ float weights[kChunk], found[kThreads / 32];
   const int thread = threadIdx.x, group = thread / kQuads, quad = thread % kQuads, lane = thread % warpSize;
   const size_t row = blockIdx.x;
-  const int count = max(1, (lengths[row / rows_of_sequence] + tokens - 1) / tokens);
+  const int count = lengths ? max(1, (lengths[row / rows_of_sequence] + tokens - 1) / tokens) : partitions;
   stats += row * partitions;
   parts += row * partitions * HEAD_DIM;
 

@@ -51,6 +51,10 @@ constexpr int kKeys = QK::Cache::count;      // tokens of K, in one product
 constexpr int kColumns = PxV::Cache::count;  // columns of V, in one product
 constexpr int kUnit = 16;                    // tokens of V that a lane loads of a column at once
 constexpr int kTile = 64;                    // tokens that a round of such loads brings
+// Neighbouring d that a lane reads of a token of K; a part is what a round of reads covers.
+constexpr int kQkRun = HEAD_DIM % 64 == 0 ? 16 : 8;
+constexpr int kQkPart = QK::Rows::length / QK::Rows::run * kQkRun;
+constexpr int kQkParts = HEAD_DIM / kQkPart;
 constexpr float kNone = -1e30f;  // the score of a token that is not there: less than any, and no NaN in a difference
 
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
@@ -60,6 +64,7 @@ __device__ __forceinline__ float or_zero(float m) { return m == kNone ? 0.f : m;
 // round(x) to the nearest integer, half to even, of |x| < 2^22: in x + 1.5 * 2^23 the last bit is worth 1, and the low
 // bits are the integer. Adding fused to a product rounds the exact product, once.
 constexpr float kShift = 12582912.f;
+constexpr int kShiftBits = 0x4b400000;
 __device__ __forceinline__ uint32_t rounded_bits(float x, float factor) {
   return __float_as_uint(fmaf(x, factor, kShift));
 }
@@ -68,7 +73,7 @@ __device__ __forceinline__ uint32_t rounded_bits(float x, float factor) {
 // one subtraction. At most 256 products of 127 * 127 are.
 constexpr bool kSumsAreSmall = kInteger && kScaleTokens * (kLargest == 127.f ? 127 : 255) * 127 < 1 << 22;
 __device__ __forceinline__ PxV::Sum start_of_sum() {
-  if constexpr (kSumsAreSmall) return 0x4b400000;
+  if constexpr (kSumsAreSmall) return kShiftBits;
   else return 0;
 }
 __device__ __forceinline__ float sum_as_float(PxV::Sum x) {

@@ -28,11 +28,13 @@ template <int n, class F> __device__ __forceinline__ void unrolled(F f) {
       name(d, a, b);                                                                                                \
     }                                                                                                               \
   };
-// The step that multiplies a token of a tile, where lanes load V 16 tokens at a time.
-#define STEP_OF(name)                                                                                               \
-  template <bool swapped> __device__ static __forceinline__ int step_of(int token) {                                \
-    if constexpr (swapped) return fragments::step_of(fragments::name##_A_16, token);                                \
-    else return fragments::step_of(fragments::name##_B_16, token);                                                  \
+// The step that multiplies a token of a tile, where lanes load V 16 tokens at a time, and the token by step and k.
+#define TOKENS(name)                                                                                                \
+  template <bool swapped> __host__ __device__ static constexpr int step_of(int token) {                             \
+    return fragments::step_of(swapped ? fragments::name##_A_16 : fragments::name##_B_16, token);                    \
+  }                                                                                                                 \
+  template <bool swapped> __host__ __device__ static constexpr int token(int step, int k) {                         \
+    return fragments::token(swapped ? fragments::name##_A_16 : fragments::name##_B_16, step, k);                    \
   }
 #define REGISTER_PAIR(x) (uint64_t(x[1]) << 32 | x[0])
 #define INSTRUCTION_64(type, name, sum_type) INSTRUCTION(type, name, sum_type, REGISTER_PAIR(A), REGISTER_PAIR(B))
@@ -43,26 +45,26 @@ struct mma {
   INSTRUCTION(UnsignedA, mma_m16n8k32_u8s8, int, A, B)
   INSTRUCTION(UnsignedB, mma_m16n8k32_s8u8, int, A, B)
   INSTRUCTION(Bf16, mma_m16n8k16_bf16, float, A, B)
-  STEP_OF(mma_m16n8k32_s8)
+  TOKENS(mma_m16n8k32_s8)
 };
 #endif
 #if GPU_HAS_MFMA || GPU_SIMULATOR
 struct mfma {
   INSTRUCTION_64(Signed, mfma_i32_16x16x32_i8, int)
   INSTRUCTION_64(Bf16, mfma_f32_16x16x16_bf16, float)
-  STEP_OF(mfma_i32_16x16x32_i8)
+  TOKENS(mfma_i32_16x16x32_i8)
 };
 #endif
 #if GPU_HAS_MMAC || GPU_SIMULATOR
 struct mmac {
   INSTRUCTION_64(Signed, mmac_i32_16x16x32_i8, int)
   INSTRUCTION_64(Bf16, mmac_f32_16x16x16_bf16, float)
-  STEP_OF(mmac_i32_16x16x32_i8)
+  TOKENS(mmac_i32_16x16x32_i8)
 };
 #endif
 #undef INSTRUCTION_64
 #undef REGISTER_PAIR
-#undef STEP_OF
+#undef TOKENS
 #undef INSTRUCTION
 
 // ---- what a lane holds of a matrix, seen as vectors (its rows or its columns) with elements along each ----
@@ -118,7 +120,7 @@ template <class Instruction, char operand, bool vectors_are_rows> struct Held {
     return vectors_are_rows ? fragments::row(map(), lane, element) : fragments::column(map(), lane, element);
   }
   // The place of an element along its vector.
-  template <int element> __device__ static __forceinline__ int along(int lane) {
+  template <int element> __host__ __device__ static constexpr int along(int lane) {
     return vectors_are_rows ? fragments::column(map(), lane, element) : fragments::row(map(), lane, element);
   }
   // Number of the lane among those that hold parts of the same vectors, in the order along them.

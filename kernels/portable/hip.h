@@ -84,6 +84,7 @@ GPU_DEVICE_INLINE float expf(float x) { return __builtin_expf(x); }
 GPU_DEVICE_INLINE float exp2f(float x) { return __builtin_exp2f(x); }
 GPU_DEVICE_INLINE float logf(float x) { return __builtin_logf(x); }
 GPU_DEVICE_INLINE float __expf(float x) { return __builtin_amdgcn_exp2f(x * 1.442695041f); }
+GPU_DEVICE_INLINE float __fdividef(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
 GPU_DEVICE_INLINE float __fmul_rn(float a, float b) { return a * b; }  // built with -ffp-contract=off
 GPU_DEVICE_INLINE float __fadd_rn(float a, float b) { return a + b; }
 GPU_DEVICE_INLINE float __int2float_rn(int x) { return float(x); }
@@ -179,6 +180,13 @@ GPU_DEVICE_INLINE int __dp4a(int a, int b, int c) {
   return c;
 #endif
 }
+
+GPU_DEVICE_INLINE void copy_async(void *shared, const void *global, bool is_there) {
+  const uint4 zero = {};
+  *static_cast<uint4 *>(shared) = is_there ? *static_cast<const uint4 *>(global) : zero;
+}
+GPU_DEVICE_INLINE void copy_commit() {}
+template <int groups> GPU_DEVICE_INLINE void copy_wait() {}
 
 GPU_DEVICE_INLINE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 GPU_DEVICE_INLINE float half_to_float(uint16_t h) { return float(__builtin_bit_cast(_Float16, h)); }

@@ -156,6 +156,13 @@ template <class T> T __ldcs(const T *p) { return *p; }
 template <class T> void __stcs(T *p, T value) { *p = value; }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
+inline void copy_async(void *shared, const void *global, bool is_there) {
+  const uint4 zero = {};
+  *static_cast<uint4 *>(shared) = is_there ? *static_cast<const uint4 *>(global) : zero;
+}
+inline void copy_commit() {}
+template <int groups> void copy_wait() {}
+
 template <class T> T atomicAdd(T *p, std::type_identity_t<T> value) {
   return std::atomic_ref<T>(*p).fetch_add(value, std::memory_order_relaxed);
 }

@@ -39,6 +39,7 @@ class Backend(Protocol):
     simulated: bool  # True: results count, times do not
     device: str  # what it runs on, in words
     wave: int  # lanes in a wave
+    multiprocessors: int  # that blocks spread over
 
     def compile(self, source: str | Source, defines: dict | None = None) -> Module:
         """The kernels of a file; kept, so that compiling the same text again costs nothing. Raises CompileError."""

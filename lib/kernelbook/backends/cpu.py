@@ -255,6 +255,7 @@ class CpuBackend:
 
     name = "cpu"
     simulated = True
+    multiprocessors = 1  # more blocks are no faster
 
     def __init__(self, wave: int = 32, threads: int | None = None, order: int = 0):
         if wave not in (32, 64):

@@ -5,6 +5,9 @@ import numpy as np
 from kernelbook import toolchain
 from kernelbook.backends.source import BackendUnavailable, Source
 
+DEFAULT_SHARED = 48 << 10
+"""Bytes of dynamic shared memory that a kernel may have without being told so before its launch."""
+
 
 class CudaBackend:
     """The current CUDA device. Raises BackendUnavailable where there is none. See backends.Backend."""
@@ -125,5 +128,7 @@ class CudaKernel:
             if not isinstance(value, self._accepted):
                 raise TypeError(f"{self.name}: argument {i} is a {type(value).__name__}; expected an array on the "
                                 "device, a NumPy scalar such as np.int32(4), or None")
+        if shared > DEFAULT_SHARED and shared > self._function.max_dynamic_shared_size_bytes:
+            self._function.max_dynamic_shared_size_bytes = shared
         pointers = [np.uint64(0) if value is None else value for value in args]
         self._function(tuple(grid), tuple(block), pointers, shared_mem=shared)

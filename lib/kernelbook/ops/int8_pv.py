@@ -23,6 +23,10 @@ from kernelbook.ops.checks import check_apart, check_array, check_count
 # The geometry compiled into kernels/int8_pv/1_quantize_kv.cu and 2_decode.cu.
 WAVES = 4
 TILE = 64
+PREFILL_WAVES = (4, 8, 12)
+PREFILL_ROWS = 16  # of a wave
+MAX_SPLITS = 16
+PART_COST = 4  # tiles that take as long as beginning and ending a part
 PV = ("int8", "uint8", "uint8_offset", "bf16", "bf16_dequantized", "bf16_pages")
 """What P V multiplies: see enum Pv in kernels/int8_pv/attention.h."""
 MATRIX = {"mma": ("mma_m16n8k32_s8", 32), "mfma": ("mfma_i32_16x16x32_i8", 64), "mmac": ("mmac_i32_16x16x32_i8", 64)}
@@ -200,6 +204,7 @@ class Attention:
 
     def __init__(self, backend: Backend, cache: PagedCache, form: Form = Form()):
         self.backend, self.cache, self.form = backend, cache, form.on(backend)
+        self._given_swapped = form.swapped
         for name, dtype in (("k_codes", np.int8), ("k_scales", np.float32), ("v_codes", np.int8),
                             ("v_scales", np.float32), ("block_tables", np.int32), ("lengths", np.int32)):
             array = getattr(cache, name)
@@ -263,6 +268,49 @@ class Attention:
             return out
         return launch
 
+    def prefill(self, q, *, softmax_scale: float | None = None, causal_offset=None, out=None,
+                waves: int | None = None, splits: int | None = None) -> Callable:
+        """The same for many query rows: see `decode`. An offset of length - queries makes the queries the last of
+        their sequence.
+
+        waves: of a block, 16 rows each: 4, 8 or 12. splits: parts that each history is cut into. None chooses.
+        Raises also ValueError for a form that prefill does not have: scales above 64 tokens, the wrong ones, a trace,
+        and `swapped` other than the one in which scores stay in registers (True for mfma, False for mma and mmac).
+        """
+        form, cache, backend = _prefill_form(self.form, self._given_swapped), self.cache, self.backend
+        queries, heads, scale, offsets, out = self._check(q, softmax_scale, causal_offset, out)
+        rows = cache.batch * queries * heads
+        if rows == 0:
+            return lambda: out
+        if waves not in (None, *PREFILL_WAVES):
+            raise ValueError(f"waves = {waves!r}; expected one of {', '.join(map(str, PREFILL_WAVES))}")
+        kv_rows = queries * heads // cache.kv_heads
+        waves = waves or _choose_waves(kv_rows, cache.head_dim)
+        row_blocks = -(-kv_rows // (waves * PREFILL_ROWS))
+        tiles = max(1, -(-int(self._host.lengths.max(initial=0)) // TILE))
+        if splits is None:
+            splits = choose_splits(row_blocks * cache.kv_heads * cache.batch, tiles, backend.multiprocessors)
+        check_count("splits", splits)
+        splits = min(splits, tiles)
+        parts = out if splits == 1 else backend.empty((rows, splits, cache.head_dim), np.float32)
+        stats = None if splits == 1 else backend.empty((rows, splits, 2), np.float32)
+        stage = TILE * (cache.head_dim * (3 if form.pv == "bf16_pages" else 2) + 8)
+        stages = 3 if 3 * stage <= 100 << 10 else 2
+        defines = form.defines(cache.head_dim) | {"WAVES": waves, "STAGES": stages}
+        kernel = backend.compile("int8_pv/3_prefill.cu", defines).kernel("prefill")
+        merge = backend.compile("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": cache.head_dim}).kernel("merge_partitions")
+        args = [q, cache.k_codes, cache.k_scales, self.value_pages, cache.v_scales, cache.block_tables, cache.lengths,
+                offsets, parts, stats, *map(np.int32, (queries, heads, cache.kv_heads, splits, cache.block_size,
+                                                       cache.block_tables.shape[1])), np.float32(scale)]
+        merge_args = [parts, stats, None, out, *map(np.int32, (splits, 1, queries * heads))]
+
+        def launch():
+            kernel((row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves, 1), args, stages * stage)
+            if splits > 1:
+                merge((rows, 1, 1), (256, 1, 1), merge_args)
+            return out
+        return launch
+
     @property
     def _rows(self) -> int:
         """Rows of Q that one product takes."""
@@ -317,6 +365,35 @@ def reference(q, cache: PagedCache, *, softmax_scale: float | None = None, causa
         attended = np.einsum("hgqt,thd->qhgd", _softmax(scores, seen), v, optimize=True)
         out[sequence] = attended.reshape(queries, heads, head_dim)
     return out
+
+
+def choose_splits(blocks: int, tiles: int, multiprocessors: int) -> int:
+    """Parts to cut histories of `tiles` tiles into, so that `blocks` blocks a part fill the multiprocessors evenly.
+
+    The time is that of the rounds of blocks, each a part of a history, and a cost of merging that grows with the parts.
+    """
+    def cost(splits):
+        rounds = -(-blocks * splits // multiprocessors)
+        return rounds * (-(-tiles // splits) + PART_COST)
+    return min(range(1, min(MAX_SPLITS, tiles) + 1), key=cost)
+
+
+def _choose_waves(kv_rows: int, head_dim: int) -> int:
+    """Waves of a prefill block: as many as the rows need, and as registers allow."""
+    most = 12 if head_dim <= 128 else 8
+    return next((w for w in PREFILL_WAVES if w * PREFILL_ROWS >= kv_rows or w == most))
+
+
+def _prefill_form(form: Form, swapped: bool | None) -> Form:
+    """The form with the orientation in which prefill's scores stay in registers."""
+    chained = form.matrix == "mfma"
+    if swapped not in (None, chained):
+        raise ValueError(f"swapped = {swapped} with matrix {form.matrix!r}: prefill keeps its scores in registers, which "
+                         f"takes swapped = {chained}")
+    if form.scale_tokens > TILE or form.grouping != "fragment" or form.read != 16 or form.common_scale or form.trace:
+        raise ValueError(f"prefill has no form {form}; scale_tokens is 32 or 64, and grouping, read, common_scale and "
+                         "trace are decode's")
+    return replace(form, swapped=chained)
 
 
 def _check_heads(heads, cache):

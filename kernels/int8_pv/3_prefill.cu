@@ -1,0 +1,297 @@
+// 3. Prefill with history: many query rows, and weights that never leave the registers.
+//
+// A wave owns 16 rows and goes through the history in tiles of 64 tokens that its block holds in shared memory, copied
+// some tiles ahead. After Q K a lane has scores of 16 tokens of each row it holds; P V wants from it the weights of the
+// 16 neighbouring tokens whose run of V it reads. Keys may be multiplied in any order, so they are taken in the one in
+// which the two are the same tokens: key_of. That works where the sums of Q K lie on the lanes that hold P: for mma and
+// mmac with P as operand A, for mfma in the swapped form. `chains` proves it when the kernel is compiled.
+//
+// Weights are quantized before they are normalized, relative to the largest score so far, as online softmax has them.
+// A long history is split over blocks, whose parts 4_merge_partitions.cu merges.
+//
+//   WAVES    of a block, 16 rows each
+//   STAGES   tiles in shared memory: one in use, the others under way
+#include "attention.h"
+
+using Sums = QK::Sums;
+constexpr int kLanes = MATRIX::Signed::map().lanes;
+constexpr int kThreads = WAVES * kLanes;
+constexpr int kWaveKeys = kTile / kKeys;  // products of Q K in a tile
+constexpr int kColumnTiles = HEAD_DIM / kColumns;
+constexpr int kScales = kTile / kScaleTokens;  // of the weights of a row in a tile
+
+// ---- the order of keys ----
+
+// The bits of a column of Q K's sums that come from the lane, or else from the element, moved together.
+__host__ __device__ constexpr int column_part(int column, bool of_lane) {
+  const fragments::Operand &sums = operand_of(MATRIX::Signed::map(), 'D');
+  const signed char *along = SWAPPED ? sums.row : sums.column;
+  int index = 0, n = 0;
+  for (int c = 0; along[c] >= 0; ++c)
+    if ((along[c] < 8) == of_lane) index |= (column >> c & 1) << n++;
+  return index;
+}
+// The token of a tile that column `column` of product `j` of Q K is: in the run that its lane is to read of V, at the
+// place that the element and j count.
+__host__ __device__ constexpr int key_of(int j, int column) {
+  return column_part(column, true) * kUnit + j * Sums::run + column_part(column, false);
+}
+__host__ __device__ constexpr bool chains() {
+  const fragments::Operand &sums = operand_of(MATRIX::Signed::map(), 'D');
+  const fragments::Operand &p = operand_of(MATRIX::Signed::map(), SWAPPED ? 'B' : 'A');
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int v = 0; v < Sums::vectors; ++v) {
+      const int of_sums = first_element(sums, !SWAPPED, v), of_p = first_element(p, !SWAPPED, v);
+      const int place = SWAPPED ? fragments::row(p, lane, of_p) : fragments::column(p, lane, of_p);
+      const int column = SWAPPED ? fragments::row(sums, lane, of_sums) : fragments::column(sums, lane, of_sums);
+      const bool same_row = SWAPPED ? fragments::column(p, lane, of_p) == fragments::column(sums, lane, of_sums)
+                                    : fragments::row(p, lane, of_p) == fragments::row(sums, lane, of_sums);
+      if (!same_row || MATRIX::token<SWAPPED>(0, place) != key_of(0, column)) return false;
+    }
+  return QK::Rows::vectors == Sums::vectors;
+}
+static_assert(chains(), "the sums of Q K do not lie on the lanes that hold P; swap, or take another instruction");
+static_assert(kScaleTokens <= kTile && !COMMON_SCALE && !LOGICAL_GROUPS && READ == 16);
+static_assert(HEAD_DIM * 127 * 127 < 1 << 22, "scores are read as floats by one subtraction");
+
+// The scale in its tile that covers place t of a run: the step's that multiplies it, the same for every run.
+__host__ __device__ constexpr int scale_of(int t) { return kScaleTokens == kTile ? 0 : MATRIX::step_of<SWAPPED>(t); }
+
+// ---- a tile in shared memory ----
+
+struct Stage {
+  alignas(16) int8_t k[kTile][HEAD_DIM];
+  alignas(16) uint8_t v[HEAD_DIM][kTile * kValueBytes];
+  alignas(16) float k_scale[kTile], v_scale[kTile];
+};
+// Rows of K of 128 bytes all begin in the same bank; odd ones have their halves of 64 bytes exchanged.
+__device__ __forceinline__ int place_in_row(int row, int byte) {
+  return HEAD_DIM % 128 == 0 ? byte ^ (row & 1) << 6 : byte;
+}
+
+// q [batch][queries][heads][HEAD_DIM]. Pages as in kernelbook/kv_cache.py; v_pages holds bf16 for BF16_PAGES.
+// offsets [batch]: query i sees tokens 0 .. offsets + i; null: every query sees all. softmax_scale: times log2(e).
+// out [batch][queries][heads][splits][HEAD_DIM], each split normalized; stats the same without HEAD_DIM: the largest
+// score and the sum of powers of 2 relative to it. One split needs no stats.
+// Grid: row blocks x (kv_heads * splits) x batch; block: lanes x WAVES. Dynamic shared memory: Stage[STAGES].
+extern "C" __global__ void __launch_bounds__(kThreads)
+prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
+        const char *__restrict__ v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
+        const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
+        float2 *__restrict__ stats, int queries, int heads, int kv_heads, int splits, int block_size, int max_blocks,
+        float softmax_scale) {
+  GPU_DYNAMIC_SHARED(Stage, stages);
+  const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * kLanes + lane;
+  const int head = blockIdx.y % kv_heads, split = blockIdx.y / kv_heads, batch = blockIdx.z;
+  const int group = heads / kv_heads, rows = queries * group, length = lengths[batch];
+  const int block_row = blockIdx.x * WAVES * kRows, wave_row = block_row + wave * kRows;
+  const int *block_table = block_tables + (size_t)batch * max_blocks;
+
+  // Row r of this KV head is query r / group, member r % group.
+  const auto place_of = [&](int r) {
+    return ((size_t)batch * queries + r / group) * heads + head * group + r % group;
+  };
+  const auto seen_by = [&](int r) {
+    return offsets ? max(0, min(length, offsets[batch] + r / group + 1)) : length;
+  };
+  const int most_seen = seen_by(min(block_row + WAVES * kRows, rows) - 1), least_seen = seen_by(block_row);
+  const int tiles = (most_seen + kTile - 1) / kTile;
+  const int first_tile = (long long)tiles * split / splits, end_tile = (long long)tiles * (split + 1) / splits;
+
+  const auto copy_tile = [&](int tile) {
+    if (tile < end_tile) {
+      Stage &stage = stages[tile % STAGES];
+      for (int i = thread; i < kTile * HEAD_DIM / 16; i += kThreads) {
+        const int row = i / (HEAD_DIM / 16), byte = i % (HEAD_DIM / 16) * 16, token = tile * kTile + row;
+        const bool is_there = token / kUnit * kUnit < length;
+        const Unit unit = unit_of(block_table, is_there ? token / kUnit * kUnit : 0, block_size, kv_heads, head);
+        const size_t place = (size_t)unit.row * block_size + unit.offset + row % kUnit;
+        copy_async(&stage.k[row][place_in_row(row, byte)], k_codes + place * HEAD_DIM + byte, is_there);
+      }
+      for (int i = thread; i < HEAD_DIM * kTile * kValueBytes / 16; i += kThreads) {
+        constexpr int kRowChunks = kTile * kValueBytes / 16;
+        const int column = i / kRowChunks, byte = i % kRowChunks * 16, token = tile * kTile + byte / kValueBytes;
+        const bool is_there = token < length;
+        const Unit unit = unit_of(block_table, is_there ? token / kUnit * kUnit : 0, block_size, kv_heads, head);
+        const size_t place = ((size_t)unit.row * HEAD_DIM + column) * block_size + unit.offset + token % kUnit;
+        copy_async(&stage.v[column][byte], v_pages + place * kValueBytes, is_there);
+      }
+      for (int i = thread; i < 2 * kTile / 4; i += kThreads) {
+        const int first = i % (kTile / 4) * 4, token = tile * kTile + first;
+        const bool is_there = token < length, is_key = i < kTile / 4;
+        const Unit unit = unit_of(block_table, is_there ? token / kUnit * kUnit : 0, block_size, kv_heads, head);
+        copy_async(is_key ? &stage.k_scale[first] : &stage.v_scale[first],
+                   (is_key ? k_scales : v_scales) + (size_t)unit.row * block_size + unit.offset + token % kUnit, is_there);
+      }
+    }
+    copy_commit();  // an empty group too, so that their number tells the tile
+  };
+
+  // This wave's rows of Q, through the memory that tiles will lie in.
+  int8_t(*codes)[HEAD_DIM] = reinterpret_cast<int8_t(*)[HEAD_DIM]>(stages) + wave * kRows;
+  float *scales = reinterpret_cast<float *>(reinterpret_cast<int8_t(*)[HEAD_DIM]>(stages) + WAVES * kRows) + wave * kRows;
+#pragma unroll 1
+  for (int r = 0; r < kRows; ++r) {
+    const float *row = wave_row + r < rows ? q + place_of(wave_row + r) * HEAD_DIM : nullptr;
+    const float scale = quantize_query(row, codes[r], softmax_scale);
+    if (lane == 0) scales[r] = scale;
+  }
+  __syncwarp();
+  uint32_t query[kQkParts][QK::Rows::vectors][kQkRun / 4];
+  float q_scale[Sums::vectors];
+  int seen[Sums::vectors], row[Sums::vectors];
+  unrolled<Sums::vectors>([&](auto v) {
+    const int r = Sums::template vector<v.value>(lane);
+    q_scale[v.value] = scales[r], row[v.value] = wave_row + r;
+    seen[v.value] = row[v.value] < rows ? seen_by(row[v.value]) : 0;
+    unrolled<kQkParts>([&](auto p) {
+      read_run<kQkRun>(query[p.value][v.value], &codes[r][p.value * kQkPart + QK::Rows::part_of(lane) * kQkRun]);
+    });
+  });
+  __syncthreads();
+  unrolled<STAGES - 1>([&](auto i) { copy_tile(first_tile + i.value); });
+
+  float output[kColumnTiles][4] = {}, top[Sums::vectors], total[Sums::vectors];
+  unrolled<Sums::vectors>([&](auto v) { top[v.value] = kNone, total[v.value] = 0.f; });
+  const int run = Sums::part_of(lane) * kUnit;  // of tokens, that this lane has scores of and reads V of
+
+  // cut: whether some row does not see all of the tile. Most tiles are whole, and need no question for each token.
+  const auto attend = [&](int tile, auto cut) {
+    constexpr bool is_cut = decltype(cut)::value;
+    copy_wait<STAGES - 2>();
+    __syncthreads();
+    copy_tile(tile + STAGES - 1);
+    const Stage &stage = stages[tile % STAGES];
+
+    // ---- scores, by the place of the token in the lane's run ----
+
+    float weight[Sums::vectors][kUnit];
+    unrolled<kWaveKeys>([&](auto j) {
+      int sums[4];
+      unrolled<4>([&](auto i) { sums[i.value] = kShiftBits; });
+      unrolled<kQkParts>([&](auto p) {
+        uint32_t keys[QK::Cache::vectors][kQkRun / 4];
+        unrolled<QK::Cache::vectors>([&](auto v) {
+          const int key = key_of(j.value, QK::Cache::template vector<v.value>(lane));
+          const int byte = p.value * kQkPart + QK::Cache::part_of(lane) * kQkRun;
+          read_run<kQkRun>(keys[v.value], &stage.k[key][place_in_row(key, byte)]);
+        });
+        unrolled<kQkRun / QK::Rows::run>([&](auto step) {
+          uint32_t a[QK::Rows::elements / 4], b[QK::Cache::elements / 4];
+          QK::Rows::template feed<step.value>(a, query[p.value]);
+          QK::Cache::template feed<step.value>(b, keys);
+          QK::multiply(sums, a, b);
+        });
+      });
+      unrolled<4>([&](auto i) {
+        constexpr int t = key_of(decltype(j)::value, Sums::template along<i.value>(0));
+        weight[Sums::template vector_of<i.value>][t] = (__int_as_float(sums[i.value]) - kShift) * stage.k_scale[run + t];
+      });
+    });
+    const auto is_seen = [&](int v, int t) { return !is_cut || tile * kTile + run + t < seen[v]; };
+    if constexpr (is_cut)
+      unrolled<Sums::vectors>([&](auto v) {
+        unrolled<kUnit>([&](auto t) {
+          if (!is_seen(v.value, t.value)) weight[v.value][t.value] = kNone;
+        });
+      });
+
+    // ---- online softmax: scores become powers of 2 relative to the largest so far ----
+
+    float rescale[Sums::vectors];
+    bool moves = false;
+    unrolled<Sums::vectors>([&](auto v) {
+      float largest = weight[v.value][0];
+      unrolled<kUnit>([&](auto t) { largest = fmaxf(largest, weight[v.value][t.value]); });
+      largest = fmaxf(top[v.value], Sums::reduce(largest, larger));
+      rescale[v.value] = fast_exp2((top[v.value] - largest) * q_scale[v.value]);
+      moves = moves || largest != top[v.value];
+      top[v.value] = largest;
+      float sum = 0.f;
+      unrolled<kUnit>([&](auto t) {
+        float &e = weight[v.value][t.value];
+        e = fast_exp2(fmaf(e, q_scale[v.value], -largest * q_scale[v.value]));
+        if (!is_seen(v.value, t.value)) e = 0.f;
+        sum += e;
+      });
+      total[v.value] = fmaf(total[v.value], rescale[v.value], sum);  // of this lane's tokens
+    });
+    if (__any_sync(GPU_FULL_MASK, moves))
+      unrolled<kColumnTiles>([&](auto n) {
+        unrolled<4>([&](auto i) { output[n.value][i.value] *= rescale[Sums::template vector_of<i.value>]; });
+      });
+
+    // ---- weights: the scales of V folded in, then codes of the tokens that one step multiplies ----
+
+    if constexpr (kFolded)
+      unrolled<Sums::vectors>([&](auto v) {
+        unrolled<kUnit>([&](auto t) {
+          const float scale = stage.v_scale[run + t.value];
+          weight[v.value][t.value] *= is_seen(v.value, t.value) ? scale : 0.f;
+        });
+      });
+    uint32_t weights[Sums::vectors][kWeightWords];
+    float w_scale[kScales][Sums::vectors];
+    unrolled<Sums::vectors>([&](auto v) {
+      float inverse[kScales] = {};
+      if constexpr (kInteger) {
+        unrolled<kUnit>([&](auto t) {
+          float &peak = inverse[scale_of(decltype(t)::value)];
+          peak = fmaxf(peak, weight[v.value][t.value]);
+        });
+        unrolled<kScales>([&](auto s) {
+          const float peak = Sums::reduce(inverse[s.value], larger);
+          w_scale[s.value][v.value] = peak * (1.f / kLargest);
+          inverse[s.value] = peak > 0.f ? __fdividef(kLargest, peak) : 0.f;
+        });
+      }
+      unrolled<kWeightWords>([&](auto w) { weights[v.value][w.value] = 0; });
+      unrolled<kUnit>([&](auto t) {
+        constexpr int kPerWord = 4 / sizeof(Weight);
+        uint32_t code;
+        if constexpr (kInteger) code = rounded_bits(weight[v.value][t.value], inverse[scale_of(decltype(t)::value)]) & 0xff;
+        else code = float_to_bf16(weight[v.value][t.value]);
+        weights[v.value][t.value / kPerWord] |= code << t.value % kPerWord * 8 * sizeof(Weight);
+      });
+      if constexpr (kPv == UINT8_OFFSET)
+        unrolled<kWeightWords>([&](auto w) { weights[v.value][w.value] ^= 0x80808080u; });  // minus 128
+    });
+
+    // ---- P V ----
+
+    unrolled<kColumnTiles>([&](auto n) {
+      uint32_t values[PxV::Cache::vectors][kValueWords];
+      unrolled<PxV::Cache::vectors>([&](auto v) {
+        const int column = n.value * kColumns + PxV::Cache::template vector<v.value>(lane);
+        read_run<kUnit * kValueBytes>(values[v.value], &stage.v[column][run * kValueBytes]);
+      });
+      OpenSums open;
+      multiply_tile(output[n.value], open, 0, weights, values, &stage.v_scale[run], [&](auto i, int scale, int sum) {
+        constexpr int v = PxV::Sums::template vector_of<i.value>;
+        output[n.value][i.value] = fmaf(sum_as_float(sum), w_scale[scale][v], output[n.value][i.value]);
+      });
+    });
+  };
+  const int whole_tiles = min(end_tile, least_seen / kTile);
+  for (int tile = first_tile; tile < whole_tiles; ++tile) attend(tile, Index<0>{});
+  for (int tile = max(first_tile, whole_tiles); tile < end_tile; ++tile) attend(tile, Index<1>{});
+
+  // ---- the end: divide by the sum of all weights ----
+
+  unrolled<Sums::vectors>([&](auto v) {
+    total[v.value] = Sums::reduce(total[v.value], sum);
+    if (stats && Sums::part_of(lane) == 0 && row[v.value] < rows)
+      stats[place_of(row[v.value]) * splits + split] =
+          make_float2(top[v.value] == kNone ? kNone : top[v.value] * q_scale[v.value], total[v.value]);
+    total[v.value] = total[v.value] > 0.f ? 1.f / total[v.value] : 0.f;
+  });
+  unrolled<kColumnTiles>([&](auto n) {
+    unrolled<4>([&](auto i) {
+      constexpr int v = Sums::template vector_of<i.value>;
+      const int column = n.value * kColumns + PxV::Sums::template along<i.value>(lane);
+      if (row[v] < rows)
+        out[(place_of(row[v]) * splits + split) * HEAD_DIM + column] = output[n.value][i.value] * total[v];
+    });
+  });
+}
+GPU_KERNEL(prefill)
