@@ -91,6 +91,39 @@ def test_activations_are_what_projections_read(model, tokens):
 
 
 @needs_model
+def test_attention_on_its_inputs_is_what_the_output_projection_reads(model, tokens):
+    seen = model.attention_inputs(tokens[:40], layers=[0, 29])
+    assert sorted(seen) == [0, 29]
+    heads = model.activations(tokens[:40], layers=[0, 29])
+    for layer, (q, k, v) in seen.items():
+        assert q.shape == (40, 9, 64) and k.shape == v.shape == (40, 3, 64)
+        assert q.dtype == k.dtype == v.dtype == np.float32
+        scores = np.einsum("qhd,thd->hqt", q.astype(np.float64), k.repeat(3, axis=1)) / 8
+        scores[:, np.triu(np.ones((40, 40), bool), 1)] = -np.inf
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("hqt,thd->qhd", p / p.sum(-1, keepdims=True), v.repeat(3, axis=1))
+        np.testing.assert_allclose(out.reshape(40, 576), heads[f"blk.{layer}.attn_output.weight"], rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match=r"layers must be in 0..29, not \[3, 30\]"):
+        model.attention_inputs(tokens[:4], layers=[3, 30])
+
+
+@needs_model
+def test_other_arithmetic_goes_in_through_attend(model, tokens):
+    layers = []
+
+    def attend(layer, q, k, v):
+        layers.append(layer)
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    usual = model.forward(tokens[:20])
+    torch.testing.assert_close(model.forward(tokens[:20], attend=attend), usual, rtol=1e-4, atol=1e-3)
+    assert layers == list(range(30))
+    blind = model.forward(tokens[:20], attend=lambda layer, q, k, v: torch.zeros_like(q))
+    assert not torch.allclose(blind, usual, atol=1)
+
+
+@needs_model
 def test_sizes_are_those_of_shapes(model):
     inventory, c = shapes.SMOLLM2_135M, model.config
     assert (c.hidden, c.layers, c.heads, c.kv_heads, c.head_dim, c.ffn, c.vocabulary) == (

@@ -259,6 +259,12 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
 
     // ---- P V ----
 
+    float v_scale[kUnit];  // for V made in registers; of a token that is not there, 0, as its weight, against a NaN
+    if constexpr (kPv == BF16_DEQUANTIZED)
+      unrolled<kUnit>([&](auto t) {
+        const bool is_there = !is_cut || tile * kTile + run + t.value < length;
+        v_scale[t.value] = is_there ? stage.v_scale[run + t.value] : 0.f;
+      });
     unrolled<kColumnTiles>([&](auto n) {
       uint32_t values[PxV::Cache::vectors][kValueWords];
       unrolled<PxV::Cache::vectors>([&](auto v) {
@@ -266,7 +272,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
         read_run<kUnit * kValueBytes>(values[v.value], &stage.v[column][run * kValueBytes]);
       });
       OpenSums open;
-      multiply_tile(output[n.value], open, 0, weights, values, &stage.v_scale[run], [&](auto i, int scale, int sum) {
+      multiply_tile(output[n.value], open, 0, weights, values, v_scale, [&](auto i, int scale, int sum) {
         constexpr int v = PxV::Sums::template vector_of<i.value>;
         output[n.value][i.value] = fmaf(sum_as_float(sum), w_scale[scale][v], output[n.value][i.value]);
       });

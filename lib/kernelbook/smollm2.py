@@ -5,8 +5,10 @@ activations and perplexity for error figures, in float32 on the CPU.
     tokens = model.tokenize(smollm2.prose())[:512]
     model.perplexity(tokens)
     model.activations(tokens, layers=[0, 15])["blk.15.ffn_down.weight"]    # float32 [512, 1536]
+    q, k, v = model.attention_inputs(tokens, layers=[15])[15]    # float32 [512, 9, 64], [512, 3, 64] and [512, 3, 64]
 
-Quantized arithmetic goes in through `linear`, which takes the place of every projection's x @ w.T.
+Quantized arithmetic goes in through `linear`, which takes the place of every projection's x @ w.T, and through
+`attend`, which takes the place of every layer's attention.
 """
 
 import hashlib
@@ -34,6 +36,10 @@ LM_HEAD = "token_embd.weight"  # the embedding serves as lm_head too
 
 Linear = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 """linear(name, x, w): x [T, K] times w [N, K], both float32, as [T, N]; name is the weight's in the file."""
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""attend(layer, q, k, v): causal attention of q [T, heads, head_dim] over k, v [T, kv_heads, head_dim], q and k turned
+by their positions already, all float32, as [T, heads, head_dim]."""
 
 
 class ModelMissing(RuntimeError):
@@ -152,7 +158,8 @@ class Model:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     @torch.inference_mode()
-    def forward(self, tokens: Sequence[int], linear: Linear | None = None) -> torch.Tensor:
+    def forward(self, tokens: Sequence[int], linear: Linear | None = None,
+                attend: Attend | None = None) -> torch.Tensor:
         """Logits float32 [T, vocabulary] of a sequence of T tokens, each seeing those before it and itself.
 
         Raises ValueError for no tokens, more than config.context, or ids outside the vocabulary.
@@ -164,6 +171,7 @@ class Model:
             raise ValueError(f"token ids must be in 0..{c.vocabulary - 1}; "
                              f"they go from {min(tokens)} to {max(tokens)}")
         linear = linear or (lambda name, x, w: x @ w.T)
+        attend = attend or (lambda layer, q, k, v: _attend(q, k, v))
 
         def project(name, x):
             return linear(name, x, self.weights[name])
@@ -179,11 +187,8 @@ class Model:
             q = project(f"{at}attn_q.weight", h).unflatten(1, (c.heads, c.head_dim))
             k = project(f"{at}attn_k.weight", h).unflatten(1, (c.kv_heads, c.head_dim))
             v = project(f"{at}attn_v.weight", h).unflatten(1, (c.kv_heads, c.head_dim))
-            q, k = _rotate(q, turns), _rotate(k, turns)
-            # Query head i reads KV head i // (heads / kv_heads).
-            k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
-            heads = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True)
-            x = x + project(f"{at}attn_output.weight", heads.transpose(0, 1).flatten(1))
+            heads = attend(layer, _rotate(q, turns), _rotate(k, turns), v)
+            x = x + project(f"{at}attn_output.weight", heads.flatten(1))
             h = norm(f"{at}ffn_norm.weight", x)
             gated = F.silu(project(f"{at}ffn_gate.weight", h)) * project(f"{at}ffn_up.weight", h)
             x = x + project(f"{at}ffn_down.weight", gated)
@@ -212,10 +217,7 @@ class Model:
 
         Raises ValueError for a layer that the model does not have.
         """
-        layers = set(layers)
-        if not layers <= set(range(self.config.layers)):
-            raise ValueError(f"layers must be in 0..{self.config.layers - 1}, not {sorted(layers)}")
-        wanted = tuple(f"blk.{layer}." for layer in layers) + (LM_HEAD,)
+        wanted = tuple(f"blk.{layer}." for layer in self._chosen(layers)) + (LM_HEAD,)
         seen = {}
 
         def linear(name, x, w):
@@ -225,6 +227,40 @@ class Model:
 
         self.forward(tokens, linear)
         return seen
+
+    def attention_inputs(self, tokens: Sequence[int],
+                         layers: Iterable[int]) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """What the attention of the chosen layers reads on `tokens`, from one forward pass: layer to (q float32
+        [T, heads, head_dim], k and v float32 [T, kv_heads, head_dim]), with q and k turned by their positions. Query
+        head i reads KV head i // (heads / kv_heads), scores are scaled by head_dim^-0.5.
+
+        Raises ValueError for a layer that the model does not have.
+        """
+        wanted = self._chosen(layers)
+        seen = {}
+
+        def attend(layer, q, k, v):
+            if layer in wanted:
+                seen[layer] = q.numpy(), k.numpy(), v.numpy()
+            return _attend(q, k, v)
+
+        self.forward(tokens, attend=attend)
+        return seen
+
+    def _chosen(self, layers: Iterable[int]) -> set[int]:
+        chosen = set(layers)
+        if not chosen <= set(range(self.config.layers)):
+            raise ValueError(f"layers must be in 0..{self.config.layers - 1}, not {sorted(chosen)}")
+        return chosen
+
+
+def _attend(q, k, v):
+    """Causal attention of q [T, heads, dim] over k, v [T, kv_heads, dim], as [T, heads, dim]."""
+    # Query head i reads KV head i // (heads / kv_heads).
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    # Without an axis for batches PyTorch takes a path that is 8 times as slow at 2048 tokens.
+    heads, = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True)
+    return heads.transpose(0, 1)
 
 
 def _rope_turns(length, dim, base):

@@ -17,7 +17,6 @@ from kernelbook import (
     formats,
     measure,
     notebooks,
-    peers,
     records,
     runner,
     shapes,
@@ -28,6 +27,7 @@ from kernelbook.backends.source import KERNELS
 from kernelbook.experiments import grouped_gemm as study
 from kernelbook.measure import Ceiling, Timing
 from kernelbook.ops import grouped_gemm as op
+from kernelbook.peers import gemm as gemm_peers
 
 KINDS = {claim.id: claim.kind for claim in claims.load("grouped_gemm")}
 CEILINGS = {name: Ceiling(name, value, "us", value - 1, value + 1, 9, "how")
@@ -487,8 +487,8 @@ def timed(environment, monkeypatch, pace):
     monkeypatch.setattr(measure, "device_times", clock("graph"))
     monkeypatch.setattr(measure, "host_times", clock("host"))
     monkeypatch.setattr(op.GroupedGemm, "clone", lambda self: self)  # array.copy leaves the simulator's memory
-    monkeypatch.setattr(peers, "all_peers", lambda: [
-        peers.Peer("humming_int8", 8, "float16", "humming does not import", None)])
+    monkeypatch.setattr(gemm_peers, "all_peers", lambda: [
+        gemm_peers.Peer("humming_int8", 8, "float16", "humming does not import", None)])
     record = records.Record("1_grouped_gemm", {}, {**environment, "simulated": False})
     return experiments.Lab(Timed(), record, ceilings=dict(CEILINGS))
 
@@ -693,7 +693,7 @@ def peer(name, compute, bits=8):
     def prepare(weights, group, copies):
         w = torch.from_numpy(weights)
         return [lambda x: compute(x, w)] * copies
-    return peers.Peer(name, bits, "float32", None, prepare)
+    return gemm_peers.Peer(name, bits, "float32", None, prepare)
 
 
 def broken(x, w):
@@ -704,10 +704,10 @@ def test_peers_are_checked_before_they_are_timed(timed, monkeypatch):
     known = [peer("right", lambda x, w: x @ w.T), peer("wrong", lambda x, w: x @ w.T * 1.05),
              peer("nan", lambda x, w: x @ w.T * torch.nan), peer("broken", broken),
              peer("for 4 bits", lambda x, w: x @ w.T, bits=4),
-             peers.Peer("unprepared", 8, "float32", None, broken),
-             peers.Peer("absent", 8, "float16", "it does not import", None)]
-    monkeypatch.setattr(peers, "all_peers", lambda: known)
-    monkeypatch.setattr(peers, "activations", lambda peer, x: torch.from_numpy(x))
+             gemm_peers.Peer("unprepared", 8, "float32", None, broken),
+             gemm_peers.Peer("absent", 8, "float16", "it does not import", None)]
+    monkeypatch.setattr(gemm_peers, "all_peers", lambda: known)
+    monkeypatch.setattr(gemm_peers, "activations", lambda peer, x: torch.from_numpy(x))
     table = study.row_sweep(timed, [SMALL], [1, 2], ["int8"])
     assert {row["variant"] for row in table} == {*study.VARIANTS.values(), "right"}
     assert {(row["variant"], row["cache"]) for row in table if row["variant"] == "right"} == {("right", "cold")}
@@ -723,8 +723,8 @@ def test_peers_are_checked_before_they_are_timed(timed, monkeypatch):
 
 def test_a_four_bit_peer_may_err_more(timed, monkeypatch):
     known = [peer("coarse", lambda x, w: x @ w.T * 1.1, bits=4), peer("too coarse", lambda x, w: x @ w.T * 1.2, bits=4)]
-    monkeypatch.setattr(peers, "all_peers", lambda: known)
-    monkeypatch.setattr(peers, "activations", lambda peer, x: torch.from_numpy(x))
+    monkeypatch.setattr(gemm_peers, "all_peers", lambda: known)
+    monkeypatch.setattr(gemm_peers, "activations", lambda peer, x: torch.from_numpy(x))
     table = study.row_sweep(timed, [SMALL], [1], ["int4"])
     assert "coarse" in {row["variant"] for row in table} and {m["variant"] for m in wrong(timed)} == {"too coarse"}
 

@@ -7,6 +7,7 @@ from kernelbook.backends.source import BackendUnavailable, Source
 
 DEFAULT_SHARED = 48 << 10
 """Bytes of dynamic shared memory that a kernel may have without being told so before its launch."""
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
 
 
 class CudaBackend:
@@ -122,13 +123,16 @@ class CudaKernel:
         # a launch is called often: which device an array lies on is for the caller to check
         self._accepted = (module.backend.xp.ndarray, np.generic, type(None))
         self._function = module._module.get_function(name)
+        self._allow_shared = module.backend.xp.cuda.driver.funcSetAttribute
+        self._allowed_shared = DEFAULT_SHARED
 
     def __call__(self, grid, block, args, shared=0):
         for i, value in enumerate(args):
             if not isinstance(value, self._accepted):
                 raise TypeError(f"{self.name}: argument {i} is a {type(value).__name__}; expected an array on the "
                                 "device, a NumPy scalar such as np.int32(4), or None")
-        if shared > DEFAULT_SHARED and shared > self._function.max_dynamic_shared_size_bytes:
-            self._function.max_dynamic_shared_size_bytes = shared
+        if shared > self._allowed_shared:
+            self._allow_shared(self._function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+            self._allowed_shared = shared
         pointers = [np.uint64(0) if value is None else value for value in args]
         self._function(tuple(grid), tuple(block), pointers, shared_mem=shared)

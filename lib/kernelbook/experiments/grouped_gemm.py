@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
-from kernelbook import backends, counters, formats, measure, peers, shapes, smollm2, stats, toolchain
+from kernelbook import backends, counters, formats, measure, shapes, smollm2, stats, toolchain
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.experiments import Finding, Lab, not_timed, omitted, speed_verdict
 from kernelbook.ops import grouped_gemm as op
+from kernelbook.peers import gemm as gemm_peers
 
 KERNEL = "grouped_gemm"
 VARIANTS = {"int8": "1_int8_activations", "float": "2_float_activations"}
@@ -674,7 +675,7 @@ def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence
     recorded as such and has no time. budget_s: seconds of measuring a shape, precision and M, see measure.device_times.
     """
     table = []
-    known = peers.all_peers()
+    known = gemm_peers.all_peers()
     for peer in known:
         if peer.missing:
             lab.record.measure(kernel=KERNEL, variant=peer.name, case={}, metric="time_us", value=None, unit="us",
@@ -692,7 +693,7 @@ def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence
                         contenders[bench.variant, "cold"] = bench.calls()
                         contenders[bench.variant, "warm"] = bench.calls(cold=False)
                 for peer, calls in prepared.items():
-                    given = peers.activations(peer, weights.x(m))
+                    given = gemm_peers.activations(peer, weights.x(m))
                     if _check_peer(lab, peer, calls[0], weights, given):
                         nbytes[peer.name] = peer.weight_bytes(p.n, p.k, 32) + 2 * m * (p.k + p.n)
                         contenders[peer.name, "cold"] = [lambda c=c, given=given: c(given) for c in calls]

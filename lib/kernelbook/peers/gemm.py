@@ -1,14 +1,15 @@
-"""Other people's kernels for the same product, measured beside ours where they import. All are optional.
+"""Other people's kernels for a product with quantized weights, and cuBLAS on weights of 16 bits. All are optional.
 
 A peer takes 16-bit activations, converted before the clock starts, and quantizes the weights by its own rule.
 """
 
 import copy
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from kernelbook.peers import missing
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,6 @@ class Peer:
     def weight_bytes(self, n: int, k: int, group: int) -> int:
         """Bytes of weights one call must read: the codes and, for quantized ones, what each group has."""
         return n * k * self.bits // 8 + (n * k // group * self.scale_bytes if self.bits < 16 else 0)
-
-
-def _missing(module: str | None = None) -> str | None:
-    import torch
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    if module:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # a peer may fail to import in any way it likes; the notebook goes on without it
-            return f"{module} does not import: {type(error).__name__}: {error}".splitlines()[0]
-    return None
 
 
 def _cublas(weights, group, copies):
@@ -79,7 +68,7 @@ def _humming(dtype):
 
 def all_peers() -> list[Peer]:
     """Every peer this collection knows, with what is missing where it cannot run."""
-    torch_missing, humming_missing = _missing(), _missing("humming.layer")
+    torch_missing, humming_missing = missing(), missing("humming.layer")
     return [
         Peer("cublas_bf16", 16, "bfloat16", torch_missing, _cublas),
         Peer("tinygemm_int4", 4, "bfloat16", torch_missing, _tinygemm, scale_bytes=4),

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 import torch
 
-from kernelbook import peers
+from kernelbook.peers import gemm
 
 
 @pytest.fixture
 def known():
-    return {peer.name: peer for peer in peers.all_peers()}
+    return {peer.name: peer for peer in gemm.all_peers()}
 
 
 def test_without_cuda_every_peer_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = peers.all_peers()
+    found = gemm.all_peers()
     assert [p.name for p in found] == ["cublas_bf16", "tinygemm_int4", "humming_int8", "humming_int4"]
     assert all("no CUDA device" in p.missing for p in found)
 
@@ -23,7 +23,7 @@ def test_without_cuda_every_peer_says_what_is_missing(monkeypatch):
 def test_a_peer_that_does_not_import_is_missing_and_the_others_are_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "humming.layer", None)  # makes its import fail
-    found = {p.name: p.missing for p in peers.all_peers()}
+    found = {p.name: p.missing for p in gemm.all_peers()}
     assert found["cublas_bf16"] is None and found["tinygemm_int4"] is None
     assert found["humming_int8"].startswith("humming.layer does not import: ModuleNotFoundError")
     assert "\n" not in found["humming_int4"]
@@ -37,7 +37,7 @@ def test_a_peer_may_fail_to_import_in_any_way(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("humming", "humming.layer"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    found = {p.name: p.missing for p in peers.all_peers()}
+    found = {p.name: p.missing for p in gemm.all_peers()}
     assert found["humming_int8"] == "humming.layer does not import: RuntimeError: needs a card"
     sys.modules.pop("humming", None)
 
@@ -46,7 +46,7 @@ def test_a_peer_that_imports_is_not_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "humming", types.ModuleType("humming"))
     monkeypatch.setitem(sys.modules, "humming.layer", types.ModuleType("humming.layer"))
-    assert [p.missing for p in peers.all_peers()] == [None] * 4
+    assert [p.missing for p in gemm.all_peers()] == [None] * 4
 
 
 @pytest.mark.parametrize("name, expected", [
@@ -70,7 +70,7 @@ def test_peers_compute_the_product(known, name, bound):
     rng = np.random.default_rng(0)
     w, x = rng.standard_normal((1024, 2048), np.float32), rng.standard_normal((4, 2048), np.float32)
     calls = peer.prepare(w, 32, 2)
-    given = peers.activations(peer, x)
+    given = gemm.activations(peer, x)
     assert len(calls) == 2 and str(given.dtype) == f"torch.{peer.dtype}"
     for call in calls:
         out = call(given).float().cpu().numpy()
