@@ -52,6 +52,7 @@ __host__ __device__ constexpr bool chains() {
 }
 static_assert(chains(), "the sums of Q K do not lie on the lanes that hold P; swap, or take another instruction");
 static_assert(kScaleTokens <= kTile && !COMMON_SCALE && !LOGICAL_GROUPS && READ == 16);
+static_assert(Sums::run % 2 == 0, "products of Q K keep a key's parity");
 static_assert(HEAD_DIM * 127 * 127 < 1 << 22, "scores are read as floats by one subtraction");
 
 // The scale in its tile that covers place t of a run: the step's that multiplies it, the same for every run.
@@ -64,6 +65,16 @@ struct Stage {
   alignas(16) uint8_t v[HEAD_DIM][kTile * kValueBytes];
   alignas(16) float k_scale[kTile], v_scale[kTile];
 };
+// Where 16 tokens of one KV head begin: in [block][kv_head][token], in V's pages; below 0 where there are none.
+struct Places { long long token, value; };
+
+// f(i) for this thread's share of 0 .. n - 1.
+template <int n, class F> __device__ __forceinline__ void spread(int thread, F f) {
+#pragma unroll
+  for (int round = 0; round < (n + kThreads - 1) / kThreads; ++round)
+    if (const int i = round * kThreads + thread; n % kThreads == 0 || i < n) f(i);
+}
+
 // Rows of K of 128 bytes all begin in the same bank; odd ones have their halves of 64 bytes exchanged.
 __device__ __forceinline__ int place_in_row(int row, int byte) {
   return HEAD_DIM % 128 == 0 ? byte ^ (row & 1) << 6 : byte;
@@ -73,7 +84,8 @@ __device__ __forceinline__ int place_in_row(int row, int byte) {
 // offsets [batch]: query i sees tokens 0 .. offsets + i; null: every query sees all. softmax_scale: times log2(e).
 // out [batch][queries][heads][splits][HEAD_DIM], each split normalized; stats the same without HEAD_DIM: the largest
 // score and the sum of powers of 2 relative to it. One split needs no stats.
-// Grid: row blocks x (kv_heads * splits) x batch; block: lanes x WAVES. Dynamic shared memory: Stage[STAGES].
+// Grid: row blocks x (kv_heads * splits) x batch; block: lanes x WAVES. Dynamic shared memory: Stage[STAGES], then
+// HEAD_DIM bytes for each row.
 extern "C" __global__ void __launch_bounds__(kThreads)
 prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
         const char *__restrict__ v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
@@ -98,58 +110,83 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   const int tiles = (most_seen + kTile - 1) / kTile;
   const int first_tile = (long long)tiles * split / splits, end_tile = (long long)tiles * (split + 1) / splits;
 
+  // Where the four units of a tile lie is worked out by four threads, one tile before it is copied.
+  __shared__ Places places[2][kTile / kUnit];
+  const auto place_tile = [&](int tile) {
+    const int token = tile * kTile + thread * kUnit;
+    if (thread >= kTile / kUnit || tile >= end_tile) return;
+    Places found = {-1, -1};
+    if (token < length) {
+      const Unit unit = unit_of(block_table, token, block_size, kv_heads, head);
+      found = {(long long)unit.row * block_size + unit.offset,
+               (long long)unit.row * block_size * HEAD_DIM + unit.offset};
+    }
+    places[tile % 2][thread] = found;
+  };
   const auto copy_tile = [&](int tile) {
     if (tile < end_tile) {
       Stage &stage = stages[tile % STAGES];
-      for (int i = thread; i < kTile * HEAD_DIM / 16; i += kThreads) {
-        const int row = i / (HEAD_DIM / 16), byte = i % (HEAD_DIM / 16) * 16, token = tile * kTile + row;
-        const bool is_there = token / kUnit * kUnit < length;
-        const Unit unit = unit_of(block_table, is_there ? token / kUnit * kUnit : 0, block_size, kv_heads, head);
-        const size_t place = (size_t)unit.row * block_size + unit.offset + row % kUnit;
-        copy_async(&stage.k[row][place_in_row(row, byte)], k_codes + place * HEAD_DIM + byte, is_there);
-      }
-      for (int i = thread; i < HEAD_DIM * kTile * kValueBytes / 16; i += kThreads) {
-        constexpr int kRowChunks = kTile * kValueBytes / 16;
-        const int column = i / kRowChunks, byte = i % kRowChunks * 16, token = tile * kTile + byte / kValueBytes;
-        const bool is_there = token < length;
-        const Unit unit = unit_of(block_table, is_there ? token / kUnit * kUnit : 0, block_size, kv_heads, head);
-        const size_t place = ((size_t)unit.row * HEAD_DIM + column) * block_size + unit.offset + token % kUnit;
-        copy_async(&stage.v[column][byte], v_pages + place * kValueBytes, is_there);
-      }
-      for (int i = thread; i < 2 * kTile / 4; i += kThreads) {
-        const int first = i % (kTile / 4) * 4, token = tile * kTile + first;
-        const bool is_there = token < length, is_key = i < kTile / 4;
-        const Unit unit = unit_of(block_table, is_there ? token / kUnit * kUnit : 0, block_size, kv_heads, head);
-        copy_async(is_key ? &stage.k_scale[first] : &stage.v_scale[first],
-                   (is_key ? k_scales : v_scales) + (size_t)unit.row * block_size + unit.offset + token % kUnit, is_there);
-      }
+      const Places *place = places[tile % 2];
+      spread<kTile * HEAD_DIM / 16>(thread, [&](int i) {
+        const int row = i / (HEAD_DIM / 16), byte = i % (HEAD_DIM / 16) * 16;
+        const long long token = place[row / kUnit].token;
+        copy_async(&stage.k[row][place_in_row(row, byte)], k_codes + (token + row % kUnit) * HEAD_DIM + byte, token >= 0);
+      });
+      spread<HEAD_DIM * kTile * kValueBytes / 16>(thread, [&](int i) {
+        constexpr int kRowChunks = kTile * kValueBytes / 16, kUnitChunks = kUnit * kValueBytes / 16;
+        const int column = i / kRowChunks, chunk = i % kRowChunks;
+        const long long value = place[chunk / kUnitChunks].value;
+        const char *from = v_pages + (value + (unsigned)(column * block_size)) * kValueBytes + chunk % kUnitChunks * 16;
+        copy_async(&stage.v[column][chunk * 16], from, value >= 0);
+      });
+      spread<2 * kTile / 4>(thread, [&](int i) {
+        const int first = i % (kTile / 4) * 4;
+        const bool is_key = i < kTile / 4;
+        const long long token = place[first / kUnit].token;
+        copy_async((is_key ? stage.k_scale : stage.v_scale) + first,
+                   (is_key ? k_scales : v_scales) + token + first % kUnit, token >= 0);
+      });
     }
     copy_commit();  // an empty group too, so that their number tells the tile
   };
 
-  // This wave's rows of Q, through the memory that tiles will lie in.
+  // This wave's rows of Q: quantized where tiles will lie, then kept behind them as the registers of each step.
+  constexpr int kQkSteps = kQkRun / QK::Rows::run;  // of a part
+  constexpr int kQkRegisters = QK::Rows::elements / 4;
+  using Fragment = uint32_t[kQkRegisters];
+  Fragment *query = reinterpret_cast<Fragment *>(stages + STAGES) + wave * kQkParts * kQkSteps * kLanes + lane;
   int8_t(*codes)[HEAD_DIM] = reinterpret_cast<int8_t(*)[HEAD_DIM]>(stages) + wave * kRows;
-  float *scales = reinterpret_cast<float *>(reinterpret_cast<int8_t(*)[HEAD_DIM]>(stages) + WAVES * kRows) + wave * kRows;
-#pragma unroll 1
-  for (int r = 0; r < kRows; ++r) {
-    const float *row = wave_row + r < rows ? q + place_of(wave_row + r) * HEAD_DIM : nullptr;
-    const float scale = quantize_query(row, codes[r], softmax_scale);
-    if (lane == 0) scales[r] = scale;
-  }
-  __syncwarp();
-  uint32_t query[kQkParts][QK::Rows::vectors][kQkRun / 4];
   float q_scale[Sums::vectors];
   int seen[Sums::vectors], row[Sums::vectors];
-  unrolled<Sums::vectors>([&](auto v) {
-    const int r = Sums::template vector<v.value>(lane);
-    q_scale[v.value] = scales[r], row[v.value] = wave_row + r;
-    seen[v.value] = row[v.value] < rows ? seen_by(row[v.value]) : 0;
-    unrolled<kQkParts>([&](auto p) {
-      read_run<kQkRun>(query[p.value][v.value], &codes[r][p.value * kQkPart + QK::Rows::part_of(lane) * kQkRun]);
+#pragma unroll 1
+  for (int r = 0; r < kRows; ++r) {
+    const float *values = wave_row + r < rows ? q + place_of(wave_row + r) * HEAD_DIM : nullptr;
+    const float scale = quantize_query(values, codes[r], softmax_scale);
+    unrolled<Sums::vectors>([&](auto v) {
+      if (Sums::template vector<v.value>(lane) == r) q_scale[v.value] = scale;
+    });
+  }
+  __syncwarp();
+  unrolled<kQkParts>([&](auto p) {
+    uint32_t runs[QK::Rows::vectors][kQkRun / 4];
+    unrolled<QK::Rows::vectors>([&](auto v) {
+      read_run<kQkRun>(runs[v.value], codes[QK::Rows::template vector<v.value>(lane)] + p.value * kQkPart +
+                                          QK::Rows::part_of(lane) * kQkRun);
+    });
+    unrolled<kQkSteps>([&](auto step) {
+      QK::Rows::template feed<step.value>(query[(p.value * kQkSteps + step.value) * kLanes], runs);
     });
   });
-  __syncthreads();
-  unrolled<STAGES - 1>([&](auto i) { copy_tile(first_tile + i.value); });
+  unrolled<Sums::vectors>([&](auto v) {
+    row[v.value] = wave_row + Sums::template vector<v.value>(lane);
+    seen[v.value] = row[v.value] < rows ? seen_by(row[v.value]) : 0;
+  });
+  place_tile(first_tile);
+  unrolled<STAGES - 1>([&](auto i) {
+    __syncthreads();
+    copy_tile(first_tile + i.value);
+    place_tile(first_tile + i.value + 1);
+  });
 
   float output[kColumnTiles][4] = {}, top[Sums::vectors], total[Sums::vectors];
   unrolled<Sums::vectors>([&](auto v) { top[v.value] = kNone, total[v.value] = 0.f; });
@@ -161,31 +198,43 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     copy_wait<STAGES - 2>();
     __syncthreads();
     copy_tile(tile + STAGES - 1);
+    place_tile(tile + STAGES);
     const Stage &stage = stages[tile % STAGES];
 
     // ---- scores, by the place of the token in the lane's run ----
 
-    float weight[Sums::vectors][kUnit];
+    int sums[kWaveKeys][4];
     unrolled<kWaveKeys>([&](auto j) {
-      int sums[4];
-      unrolled<4>([&](auto i) { sums[i.value] = kShiftBits; });
-      unrolled<kQkParts>([&](auto p) {
+      unrolled<4>([&](auto i) { sums[j.value][i.value] = kShiftBits; });
+    });
+    unrolled<kQkParts>([&](auto p) {
+      uint32_t a[kQkSteps][kQkRegisters];
+      unrolled<kQkSteps>([&](auto step) {
+        read_run<kQkRegisters * 4>(a[step.value], query[(p.value * kQkSteps + step.value) * kLanes]);
+      });
+      const int8_t *key[QK::Cache::vectors];  // of the first product; the others' lie even numbers of rows behind
+      unrolled<QK::Cache::vectors>([&](auto v) {
+        const int first = key_of(0, QK::Cache::template vector<v.value>(lane));
+        key[v.value] = &stage.k[first][place_in_row(first, p.value * kQkPart + QK::Cache::part_of(lane) * kQkRun)];
+      });
+      unrolled<kWaveKeys>([&](auto j) {
         uint32_t keys[QK::Cache::vectors][kQkRun / 4];
         unrolled<QK::Cache::vectors>([&](auto v) {
-          const int key = key_of(j.value, QK::Cache::template vector<v.value>(lane));
-          const int byte = p.value * kQkPart + QK::Cache::part_of(lane) * kQkRun;
-          read_run<kQkRun>(keys[v.value], &stage.k[key][place_in_row(key, byte)]);
+          read_run<kQkRun>(keys[v.value], key[v.value] + j.value * Sums::run * HEAD_DIM);
         });
-        unrolled<kQkRun / QK::Rows::run>([&](auto step) {
-          uint32_t a[QK::Rows::elements / 4], b[QK::Cache::elements / 4];
-          QK::Rows::template feed<step.value>(a, query[p.value]);
+        unrolled<kQkSteps>([&](auto step) {
+          uint32_t b[QK::Cache::elements / 4];
           QK::Cache::template feed<step.value>(b, keys);
-          QK::multiply(sums, a, b);
+          QK::multiply(sums[j.value], a[step.value], b);
         });
       });
+    });
+    float weight[Sums::vectors][kUnit];
+    unrolled<kWaveKeys>([&](auto j) {
       unrolled<4>([&](auto i) {
         constexpr int t = key_of(decltype(j)::value, Sums::template along<i.value>(0));
-        weight[Sums::template vector_of<i.value>][t] = (__int_as_float(sums[i.value]) - kShift) * stage.k_scale[run + t];
+        weight[Sums::template vector_of<i.value>][t] =
+            (__int_as_float(sums[j.value][i.value]) - kShift) * stage.k_scale[run + t];
       });
     });
     const auto is_seen = [&](int v, int t) { return !is_cut || tile * kTile + run + t < seen[v]; };

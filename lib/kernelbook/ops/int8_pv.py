@@ -23,7 +23,7 @@ from kernelbook.ops.checks import check_apart, check_array, check_count
 # The geometry compiled into kernels/int8_pv/1_quantize_kv.cu and 2_decode.cu.
 WAVES = 4
 TILE = 64
-PREFILL_WAVES = (4, 8, 12)
+PREFILL_WAVES = (4, 8, 12, 16)
 PREFILL_ROWS = 16  # of a wave
 MAX_SPLITS = 16
 PART_COST = 4  # tiles that take as long as beginning and ending a part
@@ -273,7 +273,7 @@ class Attention:
         """The same for many query rows: see `decode`. An offset of length - queries makes the queries the last of
         their sequence.
 
-        waves: of a block, 16 rows each: 4, 8 or 12. splits: parts that each history is cut into. None chooses.
+        waves: of a block, 16 rows each: 4, 8, 12 or 16. splits: parts that each history is cut into. None chooses.
         Raises also ValueError for a form that prefill does not have: scales above 64 tokens, the wrong ones, a trace,
         and `swapped` other than the one in which scores stay in registers (True for mfma, False for mma and mmac).
         """
@@ -296,6 +296,7 @@ class Attention:
         stats = None if splits == 1 else backend.empty((rows, splits, 2), np.float32)
         stage = TILE * (cache.head_dim * (3 if form.pv == "bf16_pages" else 2) + 8)
         stages = 3 if 3 * stage <= 100 << 10 else 2
+        shared = stages * stage + waves * PREFILL_ROWS * cache.head_dim
         defines = form.defines(cache.head_dim) | {"WAVES": waves, "STAGES": stages}
         kernel = backend.compile("int8_pv/3_prefill.cu", defines).kernel("prefill")
         merge = backend.compile("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": cache.head_dim}).kernel("merge_partitions")
@@ -305,7 +306,7 @@ class Attention:
         merge_args = [parts, stats, None, out, *map(np.int32, (splits, 1, queries * heads))]
 
         def launch():
-            kernel((row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves, 1), args, stages * stage)
+            kernel((row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves, 1), args, shared)
             if splits > 1:
                 merge((rows, 1, 1), (256, 1, 1), merge_args)
             return out
