@@ -11,7 +11,7 @@
 //
 //   WAVES    of a block, 16 rows each
 //   STAGES   tiles in shared memory: one in use, the others under way
-#include "attention.h"
+#include "prefill.h"
 
 using Sums = QK::Sums;
 constexpr int kLanes = MATRIX::Signed::map().lanes;
@@ -65,16 +65,6 @@ struct Stage {
   alignas(16) uint8_t v[HEAD_DIM][kTile * kValueBytes];
   alignas(16) float k_scale[kTile], v_scale[kTile];
 };
-// Where 16 tokens of one KV head begin: in [block][kv_head][token], in V's pages; below 0 where there are none.
-struct Places { long long token, value; };
-
-// f(i) for this thread's share of 0 .. n - 1.
-template <int n, class F> __device__ __forceinline__ void spread(int thread, F f) {
-#pragma unroll
-  for (int round = 0; round < (n + kThreads - 1) / kThreads; ++round)
-    if (const int i = round * kThreads + thread; n % kThreads == 0 || i < n) f(i);
-}
-
 // Rows of K of 128 bytes all begin in the same bank; odd ones have their halves of 64 bytes exchanged.
 __device__ __forceinline__ int place_in_row(int row, int byte) {
   return HEAD_DIM % 128 == 0 ? byte ^ (row & 1) << 6 : byte;
@@ -95,58 +85,25 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   GPU_DYNAMIC_SHARED(Stage, stages);
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * kLanes + lane;
   const int head = blockIdx.y % kv_heads, split = blockIdx.y / kv_heads, batch = blockIdx.z;
-  const int group = heads / kv_heads, rows = queries * group, length = lengths[batch];
-  const int block_row = blockIdx.x * WAVES * kRows, wave_row = block_row + wave * kRows;
+  const QueryRows rows = query_rows(queries, heads, kv_heads, head, batch, lengths, offsets);
+  const int length = rows.length, block_row = blockIdx.x * WAVES * kRows, wave_row = block_row + wave * kRows;
   const int *block_table = block_tables + (size_t)batch * max_blocks;
-
-  // Row r of this KV head is query r / group, member r % group.
-  const auto place_of = [&](int r) {
-    return ((size_t)batch * queries + r / group) * heads + head * group + r % group;
-  };
-  const auto seen_by = [&](int r) {
-    return offsets ? max(0, min(length, offsets[batch] + r / group + 1)) : length;
-  };
-  const int most_seen = seen_by(min(block_row + WAVES * kRows, rows) - 1), least_seen = seen_by(block_row);
+  const int most_seen = rows.seen(min(block_row + WAVES * kRows, rows.count()) - 1), least_seen = rows.seen(block_row);
   const int tiles = (most_seen + kTile - 1) / kTile;
   const int first_tile = (long long)tiles * split / splits, end_tile = (long long)tiles * (split + 1) / splits;
 
-  // Where the four units of a tile lie is worked out by four threads, one tile before it is copied.
   __shared__ Places places[2][kTile / kUnit];
-  const auto place_tile = [&](int tile) {
-    const int token = tile * kTile + thread * kUnit;
-    if (thread >= kTile / kUnit || tile >= end_tile) return;
-    Places found = {-1, -1};
-    if (token < length) {
-      const Unit unit = unit_of(block_table, token, block_size, kv_heads, head);
-      found = {(long long)unit.row * block_size + unit.offset,
-               (long long)unit.row * block_size * HEAD_DIM + unit.offset};
-    }
-    places[tile % 2][thread] = found;
+  const auto place = [&](int tile) {
+    if (tile < end_tile)
+      find_places(places[tile % 2], block_table, tile, thread, length, block_size, kv_heads, head);
   };
-  const auto copy_tile = [&](int tile) {
-    if (tile < end_tile) {
-      Stage &stage = stages[tile % STAGES];
-      const Places *place = places[tile % 2];
-      spread<kTile * HEAD_DIM / 16>(thread, [&](int i) {
-        const int row = i / (HEAD_DIM / 16), byte = i % (HEAD_DIM / 16) * 16;
-        const long long token = place[row / kUnit].token;
-        copy_async(&stage.k[row][place_in_row(row, byte)], k_codes + (token + row % kUnit) * HEAD_DIM + byte, token >= 0);
-      });
-      spread<HEAD_DIM * kTile * kValueBytes / 16>(thread, [&](int i) {
-        constexpr int kRowChunks = kTile * kValueBytes / 16, kUnitChunks = kUnit * kValueBytes / 16;
-        const int column = i / kRowChunks, chunk = i % kRowChunks;
-        const long long value = place[chunk / kUnitChunks].value;
-        const char *from = v_pages + (value + (unsigned)(column * block_size)) * kValueBytes + chunk % kUnitChunks * 16;
-        copy_async(&stage.v[column][chunk * 16], from, value >= 0);
-      });
-      spread<2 * kTile / 4>(thread, [&](int i) {
-        const int first = i % (kTile / 4) * 4;
-        const bool is_key = i < kTile / 4;
-        const long long token = place[first / kUnit].token;
-        copy_async((is_key ? stage.k_scale : stage.v_scale) + first,
-                   (is_key ? k_scales : v_scales) + token + first % kUnit, token >= 0);
-      });
-    }
+  const auto copy = [&](int tile) {
+    Stage &stage = stages[tile % STAGES];
+    if (tile < end_tile)
+      copy_tile<kThreads>(
+          places[tile % 2], thread, k_codes, v_pages, k_scales, v_scales, block_size,
+          [&](int row, int byte) { return &stage.k[row][place_in_row(row, byte)]; },
+          [&](int column, int byte) { return &stage.v[column][byte]; }, stage.k_scale, stage.v_scale);
     copy_commit();  // an empty group too, so that their number tells the tile
   };
 
@@ -160,7 +117,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   int seen[Sums::vectors], row[Sums::vectors];
 #pragma unroll 1
   for (int r = 0; r < kRows; ++r) {
-    const float *values = wave_row + r < rows ? q + place_of(wave_row + r) * HEAD_DIM : nullptr;
+    const float *values = wave_row + r < rows.count() ? q + rows.place(wave_row + r) * HEAD_DIM : nullptr;
     const float scale = quantize_query(values, codes[r], softmax_scale);
     unrolled<Sums::vectors>([&](auto v) {
       if (Sums::template vector<v.value>(lane) == r) q_scale[v.value] = scale;
@@ -179,13 +136,13 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   });
   unrolled<Sums::vectors>([&](auto v) {
     row[v.value] = wave_row + Sums::template vector<v.value>(lane);
-    seen[v.value] = row[v.value] < rows ? seen_by(row[v.value]) : 0;
+    seen[v.value] = row[v.value] < rows.count() ? rows.seen(row[v.value]) : 0;
   });
-  place_tile(first_tile);
+  place(first_tile);
   unrolled<STAGES - 1>([&](auto i) {
     __syncthreads();
-    copy_tile(first_tile + i.value);
-    place_tile(first_tile + i.value + 1);
+    copy(first_tile + i.value);
+    place(first_tile + i.value + 1);
   });
 
   float output[kColumnTiles][4] = {}, top[Sums::vectors], total[Sums::vectors];
@@ -197,8 +154,8 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     constexpr bool is_cut = decltype(cut)::value;
     copy_wait<STAGES - 2>();
     __syncthreads();
-    copy_tile(tile + STAGES - 1);
-    place_tile(tile + STAGES);
+    copy(tile + STAGES - 1);
+    place(tile + STAGES);
     const Stage &stage = stages[tile % STAGES];
 
     // ---- scores, by the place of the token in the lane's run ----
@@ -335,8 +292,8 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
 
   unrolled<Sums::vectors>([&](auto v) {
     total[v.value] = Sums::reduce(total[v.value], sum);
-    if (stats && Sums::part_of(lane) == 0 && row[v.value] < rows)
-      stats[place_of(row[v.value]) * splits + split] =
+    if (stats && Sums::part_of(lane) == 0 && row[v.value] < rows.count())
+      stats[rows.place(row[v.value]) * splits + split] =
           make_float2(top[v.value] == kNone ? kNone : top[v.value] * q_scale[v.value], total[v.value]);
     total[v.value] = total[v.value] > 0.f ? 1.f / total[v.value] : 0.f;
   });
@@ -344,8 +301,8 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     unrolled<4>([&](auto i) {
       constexpr int v = Sums::template vector_of<i.value>;
       const int column = n.value * kColumns + PxV::Sums::template along<i.value>(lane);
-      if (row[v] < rows)
-        out[(place_of(row[v]) * splits + split) * HEAD_DIM + column] = output[n.value][i.value] * total[v];
+      if (row[v] < rows.count())
+        out[(rows.place(row[v]) * splits + split) * HEAD_DIM + column] = output[n.value][i.value] * total[v];
     });
   });
 }

@@ -1,0 +1,60 @@
+// Hopper's warpgroup instructions (sm_90a): 128 threads multiply 64 rows by what shared memory holds, asynchronously.
+// There is no simulated form; a kernel that uses them has a sibling on mma.sync, which has.
+//
+// Sums are laid out as those of mma.sync, warp w of the group holding rows 16 w .. 16 w + 15: element 4 j + i of a lane
+// is element i of the j-th 8 columns. A from registers is laid out as A of mma_m16n8k32.
+#pragma once
+#if GPU_CUDA && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define GPU_HAS_WGMMA 1
+
+// A matrix in shared memory: rows of `width` (64 or 128) bytes with k along them, 8 rows after each other, 16-byte
+// chunks exchanged as `swizzled` has them. The address must be a multiple of 1024; `offset` moves along k.
+template <int width> __device__ __forceinline__ uint64_t wgmma_matrix(const void *shared, int offset) {
+  const uint32_t address = (uint32_t)__cvta_generic_to_shared(shared) + offset;
+  return uint64_t(address >> 4 & 0x3fff) | uint64_t(1) << 16 | uint64_t(width * 8 >> 4) << 32 |
+         uint64_t(width == 128 ? 1 : 2) << 62;
+}
+// Where byte `byte` of row `row` lies in such a row.
+template <int width> __device__ __forceinline__ int swizzled(int row, int byte) {
+  return byte ^ (width == 128 ? row % 8 : row / 2 % 4) << 4;
+}
+
+// Stores of this thread into shared memory, copies included, become visible to the instructions after a barrier.
+__device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Returns when all but the latest n groups are done.
+template <int n> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+}
+
+#define WGMMA_SUMS                                                                                                    \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define WGMMA_OUT(d)                                                                                                  \
+  "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),         \
+      "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),          \
+      "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),         \
+      "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
+
+// d [64 x 64] = A B, or += A B where `add`; A and B in shared memory, 32 k.
+__device__ __forceinline__ void wgmma_m64n64k32_s8(int d[32], uint64_t a, uint64_t b, bool add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " WGMMA_SUMS ", %32, %33, p;\n}"
+               : WGMMA_OUT(d) : "l"(a), "l"(b), "r"((int)add));
+}
+// The same with A in registers, s8 or u8.
+#define WGMMA_REGISTERS(name, types)                                                                                  \
+  __device__ __forceinline__ void name(int d[32], const uint32_t a[4], uint64_t b, bool add) {                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32." types " " WGMMA_SUMS                                   \
+                 ", {%32, %33, %34, %35}, %36, p;\n}"                                                                 \
+                 : WGMMA_OUT(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));                 \
+  }
+WGMMA_REGISTERS(wgmma_m64n64k32_s8_registers, "s8.s8")
+WGMMA_REGISTERS(wgmma_m64n64k32_u8s8_registers, "u8.s8")
+#undef WGMMA_REGISTERS
+#undef WGMMA_OUT
+#undef WGMMA_SUMS
+
+#endif
