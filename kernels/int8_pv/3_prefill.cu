@@ -92,16 +92,18 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   const int tiles = (most_seen + kTile - 1) / kTile;
   const int first_tile = (long long)tiles * split / splits, end_tile = (long long)tiles * (split + 1) / splits;
 
+  // Where a tile lies is worked out by four threads, one tile before it is copied.
   __shared__ Places places[2][kTile / kUnit];
   const auto place = [&](int tile) {
-    if (tile < end_tile)
-      find_places(places[tile % 2], block_table, tile, thread, length, block_size, kv_heads, head);
+    if (tile < end_tile && thread < kTile / kUnit)
+      places[tile % 2][thread] =
+          find_places(block_table, tile * kTile + thread * kUnit, length, block_size, kv_heads, head);
   };
   const auto copy = [&](int tile) {
     Stage &stage = stages[tile % STAGES];
     if (tile < end_tile)
-      copy_tile<kThreads>(
-          places[tile % 2], thread, k_codes, v_pages, k_scales, v_scales, block_size,
+      copy_tile<kThreads, false>(
+          [&](int unit) { return places[tile % 2][unit]; }, thread, k_codes, v_pages, k_scales, v_scales, block_size,
           [&](int row, int byte) { return &stage.k[row][place_in_row(row, byte)]; },
           [&](int column, int byte) { return &stage.v[column][byte]; }, stage.k_scale, stage.v_scale);
     copy_commit();  // an empty group too, so that their number tells the tile

@@ -1,68 +1,59 @@
-// 4. Partitions of a row become its attention: each weighs as much of the whole softmax as it holds.
+// 4. Parts of a row become its attention: each weighs as much of the whole softmax as it holds.
 //
 //   out = sum of w_p out_p,  w_p = l_p 2^(m_p - m) / sum of the same,  m the largest m_p
 //
-// A block takes one row. Groups of HEAD_DIM / 4 threads take every so many-th partition, 16 bytes a thread, and add up in
-// one fixed order, so that a result repeats to the bit.
+// HEAD_DIM / 4 threads go through every SLICES-th part of a row in one pass, 16 bytes a thread, relative to the largest
+// score so far; what SLICES of them have found is merged in one fixed order, so that a result repeats to the bit. Many
+// parts of few rows (decode) want many slices, few parts of many rows (prefill) one.
 //
 //   HEAD_DIM   values of a row
+//   SLICES     that the parts of a row are divided into
 #include "gpu.h"
 
 constexpr int kThreads = 256;
 constexpr int kQuads = HEAD_DIM / 4;
-constexpr int kGroups = kThreads / kQuads;
-constexpr int kChunk = 1024;  // partitions whose weights are in shared memory at once
+constexpr int kRows = kThreads / kQuads / SLICES;  // of a block
 
-// stats [rows][partitions]: the largest score m and the sum l of powers of 2 relative to it. parts [rows][partitions]
-// [HEAD_DIM]. lengths [batch]: sequences of rows_of_sequence rows have written ceil(length / tokens) partitions, at least
-// 1; null: every row has all of them.
+struct Merged { float top, total; float4 sum; };  // sum: of l 2^(m - top) out
+
+__device__ __forceinline__ void merge(Merged &into, float top, float total, float4 sum, float weight) {
+  if (total <= 0.f) return;  // nothing was seen, and sum may be anything
+  const float largest = fmaxf(into.top, top), old = fast_exp2(into.top - largest), fresh = fast_exp2(top - largest);
+  into.top = largest;
+  into.total = into.total * old + total * fresh;
+  const float factor = fresh * weight;
+  into.sum.x = fmaf(sum.x, factor, into.sum.x * old), into.sum.y = fmaf(sum.y, factor, into.sum.y * old);
+  into.sum.z = fmaf(sum.z, factor, into.sum.z * old), into.sum.w = fmaf(sum.w, factor, into.sum.w * old);
+}
+
+// parts [rows][partitions][HEAD_DIM], each normalized; stats [rows][partitions]: its largest score m and its sum l of
+// powers of 2 relative to it. lengths [batch]: a sequence, of rows_of_sequence rows, has written ceil(length / tokens)
+// parts, at least 1; null: all.
 extern "C" __global__ void __launch_bounds__(kThreads)
 merge_partitions(const float *__restrict__ parts, const float2 *__restrict__ stats, const int *__restrict__ lengths,
-                 float *__restrict__ out, int partitions, int tokens, int rows_of_sequence) {
-  __shared__ float4 sums[kGroups][kQuads];
-  __shared__ float weights[kChunk], found[kThreads / 32];
-  const int thread = threadIdx.x, group = thread / kQuads, quad = thread % kQuads, lane = thread % warpSize;
-  const size_t row = blockIdx.x;
-  const int count = lengths ? max(1, (lengths[row / rows_of_sequence] + tokens - 1) / tokens) : partitions;
-  stats += row * partitions;
-  parts += row * partitions * HEAD_DIM;
-
-  // Every thread of the block gets f over what they bring.
-  const auto reduce = [&](float value, auto f) {
-    for (int flip = warpSize / 2; flip > 0; flip /= 2) value = f(value, __shfl_xor_sync(GPU_FULL_MASK, value, flip));
-    if (lane == 0) found[thread / warpSize] = value;
-    __syncthreads();
-    value = found[0];
-    for (int wave = 1; wave < kThreads / warpSize; ++wave) value = f(value, found[wave]);
-    __syncthreads();
-    return value;
-  };
-  float top = -1e30f, total = 0.f;
-  for (int p = thread; p < count; p += kThreads) top = fmaxf(top, stats[p].x);
-  top = reduce(top, [](float a, float b) { return fmaxf(a, b); });
-  for (int p = thread; p < count; p += kThreads) total += stats[p].y * fast_exp2(stats[p].x - top);
-  total = reduce(total, [](float a, float b) { return a + b; });
-
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int first = 0; first < count; first += kChunk) {
-    for (int p = thread; p < min(kChunk, count - first); p += kThreads)
-      weights[p] = total > 0.f ? stats[first + p].y * fast_exp2(stats[first + p].x - top) / total : 0.f;
-    __syncthreads();
+                 float *__restrict__ out, int rows, int partitions, int tokens, int rows_of_sequence) {
+  __shared__ Merged found[kRows][SLICES][kQuads];
+  const int quad = threadIdx.x % kQuads, slice = threadIdx.x / kQuads % SLICES, own = threadIdx.x / kQuads / SLICES;
+  const int row = blockIdx.x * kRows + own;
+  const bool is_there = own < kRows && row < rows;
+  Merged merged = {-1e30f, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
+  if (is_there) {
+    const int count = lengths ? max(1, (lengths[row / rows_of_sequence] + tokens - 1) / tokens) : partitions;
+    const float2 *stat = stats + (size_t)row * partitions;
+    const float4 *part = reinterpret_cast<const float4 *>(parts + (size_t)row * partitions * HEAD_DIM) + quad;
 #pragma unroll 4
-    for (int p = group; p < min(kChunk, count - first); p += kGroups) {
-      if (group == kGroups) break;  // threads that are left over
-      const float4 part = reinterpret_cast<const float4 *>(parts + (size_t)(first + p) * HEAD_DIM)[quad];
-      sum.x = fmaf(weights[p], part.x, sum.x), sum.y = fmaf(weights[p], part.y, sum.y);
-      sum.z = fmaf(weights[p], part.z, sum.z), sum.w = fmaf(weights[p], part.w, sum.w);
-    }
-    __syncthreads();
+    for (int p = slice; p < count; p += SLICES)
+      merge(merged, stat[p].x, stat[p].y, part[(size_t)p * kQuads], stat[p].y);
+    found[own][slice][quad] = merged;
   }
-  if (group < kGroups) sums[group][quad] = sum;
   __syncthreads();
-  if (group == 0) {
-    for (int g = 1; g < kGroups; ++g)
-      sum.x += sums[g][quad].x, sum.y += sums[g][quad].y, sum.z += sums[g][quad].z, sum.w += sums[g][quad].w;
-    reinterpret_cast<float4 *>(out + row * HEAD_DIM)[quad] = sum;
+  if (!is_there || slice > 0) return;
+  for (int s = 1; s < SLICES; ++s) {
+    const Merged other = found[own][s][quad];
+    merge(merged, other.top, other.total, other.sum, 1.f);
   }
+  const float factor = merged.total > 0.f ? 1.f / merged.total : 0.f;
+  reinterpret_cast<float4 *>(out + (size_t)row * HEAD_DIM)[quad] =
+      make_float4(merged.sum.x * factor, merged.sum.y * factor, merged.sum.z * factor, merged.sum.w * factor);
 }
 GPU_KERNEL(merge_partitions)

@@ -17,49 +17,44 @@ __device__ __forceinline__ QueryRows query_rows(int queries, int heads, int kv_h
   return {queries, heads, heads / kv_heads, head, batch, length, offsets ? offsets[batch] : length};
 }
 
-// f(i) for a thread's share of 0 .. n - 1.
-template <int n, int threads, class F> __device__ __forceinline__ void spread(int thread, F f) {
-#pragma unroll
+// f(i) for a thread's share of 0 .. n - 1. Rolled up where registers are few: addresses of an unrolled loop are kept.
+template <int n, int threads, bool rolled, class F> __device__ __forceinline__ void spread(int thread, F f) {
+#pragma unroll(rolled ? 1 : (n + threads - 1) / threads)
   for (int round = 0; round < (n + threads - 1) / threads; ++round)
     if (const int i = round * threads + thread; n % threads == 0 || i < n) f(i);
 }
 
 // Where 16 tokens of one KV head begin: in [block][kv_head][token], and in V's pages; below 0 where there are none.
-// Four threads work it out for a tile, one tile before the tile is copied.
 struct Places { long long token, value; };
-__device__ __forceinline__ void find_places(Places *places, const int *block_table, int tile, int thread, int length,
-                                            int block_size, int kv_heads, int head) {
-  if (thread >= kTile / kUnit) return;
-  const int token = tile * kTile + thread * kUnit;
-  Places found = {-1, -1};
-  if (token < length) {
-    const Unit unit = unit_of(block_table, token, block_size, kv_heads, head);
-    found = {(long long)unit.row * block_size + unit.offset, (long long)unit.row * block_size * HEAD_DIM + unit.offset};
-  }
-  places[thread] = found;
+__device__ __forceinline__ Places find_places(const int *block_table, int token, int length, int block_size, int kv_heads,
+                                              int head) {
+  if (token >= length) return {-1, -1};
+  const Unit unit = unit_of(block_table, token, block_size, kv_heads, head);
+  return {(long long)unit.row * block_size + unit.offset, (long long)unit.row * block_size * HEAD_DIM + unit.offset};
 }
 
-// Copies a tile, 16 bytes at a time: key(row, byte) and value(column, byte) say where a chunk goes.
-template <int threads, class Key, class Value>
-__device__ __forceinline__ void copy_tile(const Places *places, int thread, const int8_t *k_codes, const char *v_pages,
+// Copies a tile, 16 bytes at a time. places(u) is where unit u lies; key(row, byte) and value(column, byte) are where a
+// chunk goes.
+template <int threads, bool rolled, class Where, class Key, class Value>
+__device__ __forceinline__ void copy_tile(Where places, int thread, const int8_t *k_codes, const char *v_pages,
                                           const float *k_scales, const float *v_scales, int block_size, Key key,
                                           Value value, float *k_scale, float *v_scale) {
-  spread<kTile * HEAD_DIM / 16, threads>(thread, [&](int i) {
+  spread<kTile * HEAD_DIM / 16, threads, rolled>(thread, [&](int i) {
     const int row = i / (HEAD_DIM / 16), byte = i % (HEAD_DIM / 16) * 16;
-    const long long token = places[row / kUnit].token;
+    const long long token = places(row / kUnit).token;
     copy_async(key(row, byte), k_codes + (token + row % kUnit) * HEAD_DIM + byte, token >= 0);
   });
-  spread<HEAD_DIM * kTile * kValueBytes / 16, threads>(thread, [&](int i) {
+  spread<HEAD_DIM * kTile * kValueBytes / 16, threads, rolled>(thread, [&](int i) {
     constexpr int kRowChunks = kTile * kValueBytes / 16, kUnitChunks = kUnit * kValueBytes / 16;
     const int column = i / kRowChunks, chunk = i % kRowChunks;
-    const long long first = places[chunk / kUnitChunks].value;
+    const long long first = places(chunk / kUnitChunks).value;
     copy_async(value(column, chunk * 16),
                v_pages + (first + (unsigned)(column * block_size)) * kValueBytes + chunk % kUnitChunks * 16, first >= 0);
   });
-  spread<2 * kTile / 4, threads>(thread, [&](int i) {
+  spread<2 * kTile / 4, threads, rolled>(thread, [&](int i) {
     const int first = i % (kTile / 4) * 4;
     const bool is_key = i < kTile / 4;
-    const long long token = places[first / kUnit].token;
+    const long long token = places(first / kUnit).token;
     copy_async((is_key ? k_scale : v_scale) + first, (is_key ? k_scales : v_scales) + token + first % kUnit, token >= 0);
   });
 }

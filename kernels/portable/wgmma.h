@@ -4,6 +4,7 @@
 // Sums are laid out as those of mma.sync, warp w of the group holding rows 16 w .. 16 w + 15: element 4 j + i of a lane
 // is element i of the j-th 8 columns. A from registers is laid out as A of mma_m16n8k32.
 #pragma once
+#include "gpu.h"
 #if GPU_CUDA && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define GPU_HAS_WGMMA 1
 
@@ -26,6 +27,35 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // Returns when all but the latest n groups are done.
 template <int n> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+}
+
+// A barrier in shared memory: a phase ends when `count` arrivals are in; wait(parity) returns when the phase of that
+// parity, 0 for the first, has ended. arrive_after_copies: this thread's copy_async so far count as its arrival.
+struct PhaseBarrier {
+  uint64_t word;
+  __device__ __forceinline__ uint32_t address() { return (uint32_t)__cvta_generic_to_shared(&word); }
+  __device__ __forceinline__ void init(int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
+  __device__ __forceinline__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
+  }
+  __device__ __forceinline__ void wait(int parity) {
+    asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"
+                 ::"r"(address()), "r"(parity) : "memory");
+  }
+};
+// A barrier of one warpgroup, numbered from 1.
+__device__ __forceinline__ void warpgroup_barrier(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
+// Hands registers from warpgroups that need few to those that need many.
+template <int registers> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers> __device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
 #define WGMMA_SUMS                                                                                                    \

@@ -25,6 +25,9 @@ WAVES = 4
 TILE = 64
 PREFILL_WAVES = (4, 8, 12, 16)
 PREFILL_ROWS = 16  # of a wave
+WGMMA_ALIGN = 1024  # bytes that a stage of tiles is a multiple of, as 6_prefill_wgmma.cu lays it out
+MERGE_THREADS = 256
+MERGE_PARTS = 16  # of a row, that the threads of one slice go through
 MAX_SPLITS = 16
 PART_COST = 4  # tiles that take as long as beginning and ending a part
 PV = ("int8", "uint8", "uint8_offset", "bf16", "bf16_dequantized", "bf16_pages")
@@ -251,40 +254,44 @@ class Attention:
                      backend.empty((*shape, scales, cache.head_dim), np.int32)]
         defines = form.defines(cache.head_dim) | {"PARTITION": form.partition, "TRACE": form.trace}
         kernel = backend.compile("int8_pv/2_decode.cu", defines).kernel("decode")
-        merge = backend.compile("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": cache.head_dim}).kernel("merge_partitions")
+        merge = self._merge(parts, stats, cache.lengths, out, rows, partitions, form.partition, queries * heads)
         row_tiles = -(-queries * heads // cache.kv_heads // self._rows)
         args = [q, cache.k_codes, cache.k_scales, self.value_pages, cache.v_scales, cache.block_tables, cache.lengths,
                 offsets, parts, stats, *trace, *map(np.int32, (queries, heads, cache.kv_heads, cache.block_size,
                                                                cache.block_tables.shape[1])), np.float32(scale)]
-        merge_args = [parts, stats, cache.lengths, out,
-                      *map(np.int32, (partitions, form.partition, queries * heads))]
 
         def launch():
             kernel((partitions, cache.kv_heads * row_tiles, cache.batch), (backend.wave, WAVES, 1), args)
             if partitions > 1:
-                merge((rows, 1, 1), (256, 1, 1), merge_args)
+                merge()
             if form.trace:
                 self.trace = Trace(*map(backend.numpy, trace))
             return out
         return launch
 
-    def prefill(self, q, *, softmax_scale: float | None = None, causal_offset=None, out=None,
-                waves: int | None = None, splits: int | None = None) -> Callable:
+    def prefill(self, q, *, softmax_scale: float | None = None, causal_offset=None, out=None, waves: int | None = None,
+                splits: int | None = None, wgmma: bool | None = None) -> Callable:
         """The same for many query rows: see `decode`. An offset of length - queries makes the queries the last of
         their sequence.
 
-        waves: of a block, 16 rows each: 4, 8, 12 or 16. splits: parts that each history is cut into. None chooses.
+        waves: of a block, 16 rows each: 4, 8, 12 or 16. splits: parts that each history is cut into.
+        wgmma: on Hopper's warpgroup instructions (kernels/int8_pv/6_prefill_wgmma.cu), which take head_dim 64, 128 and
+        256, "int8" and "uint8". None chooses, each.
         Raises also ValueError for a form that prefill does not have: scales above 64 tokens, the wrong ones, a trace,
-        and `swapped` other than the one in which scores stay in registers (True for mfma, False for mma and mmac).
+        `swapped` other than the one in which scores stay in registers (True for mfma, False for mma and mmac), and
+        wgmma where there is none.
         """
         form, cache, backend = _prefill_form(self.form, self._given_swapped), self.cache, self.backend
         queries, heads, scale, offsets, out = self._check(q, softmax_scale, causal_offset, out)
-        rows = cache.batch * queries * heads
+        rows, kv_rows = cache.batch * queries * heads, queries * heads // cache.kv_heads
         if rows == 0:
             return lambda: out
+        no_wgmma = _no_wgmma(form, backend, cache.head_dim)
+        if wgmma and no_wgmma:
+            raise ValueError(f"wgmma = {wgmma}: {no_wgmma}")
+        wgmma = no_wgmma is None if wgmma is None else wgmma
         if waves not in (None, *PREFILL_WAVES):
             raise ValueError(f"waves = {waves!r}; expected one of {', '.join(map(str, PREFILL_WAVES))}")
-        kv_rows = queries * heads // cache.kv_heads
         waves = waves or _choose_waves(kv_rows, cache.head_dim)
         row_blocks = -(-kv_rows // (waves * PREFILL_ROWS))
         tiles = max(1, -(-int(self._host.lengths.max(initial=0)) // TILE))
@@ -295,22 +302,36 @@ class Attention:
         parts = out if splits == 1 else backend.empty((rows, splits, cache.head_dim), np.float32)
         stats = None if splits == 1 else backend.empty((rows, splits, 2), np.float32)
         stage = TILE * (cache.head_dim * (3 if form.pv == "bf16_pages" else 2) + 8)
-        stages = 3 if 3 * stage <= 100 << 10 else 2
+        if wgmma:
+            stage += -stage % WGMMA_ALIGN
+        stages = 3 if 3 * stage <= 128 << 10 else 2
         shared = stages * stage + waves * PREFILL_ROWS * cache.head_dim
-        defines = form.defines(cache.head_dim) | {"WAVES": waves, "STAGES": stages}
-        kernel = backend.compile("int8_pv/3_prefill.cu", defines).kernel("prefill")
-        merge = backend.compile("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": cache.head_dim}).kernel("merge_partitions")
+        if wgmma:
+            shared += 2 * WGMMA_ALIGN + waves * cache.head_dim  # to align it; barriers; a row of codes for each wave
+        file, size = ("6_prefill_wgmma", {"GROUPS": waves // 4}) if wgmma else ("3_prefill", {"WAVES": waves})
+        defines = form.defines(cache.head_dim) | size | {"STAGES": stages}
+        kernel = backend.compile(f"int8_pv/{file}.cu", defines).kernel("prefill")
+        merge = self._merge(parts, stats, None, out, rows, splits, 1, queries * heads)
         args = [q, cache.k_codes, cache.k_scales, self.value_pages, cache.v_scales, cache.block_tables, cache.lengths,
                 offsets, parts, stats, *map(np.int32, (queries, heads, cache.kv_heads, splits, cache.block_size,
                                                        cache.block_tables.shape[1])), np.float32(scale)]
-        merge_args = [parts, stats, None, out, *map(np.int32, (splits, 1, queries * heads))]
 
         def launch():
-            kernel((row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves, 1), args, shared)
+            kernel((row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves + 4 * wgmma, 1), args, shared)
             if splits > 1:
-                merge((rows, 1, 1), (256, 1, 1), merge_args)
+                merge()
             return out
         return launch
+
+    def _merge(self, parts, stats, lengths, out, rows, partitions, tokens, rows_of_sequence) -> Callable:
+        """What launches kernels/int8_pv/4_merge_partitions.cu."""
+        groups = MERGE_THREADS // (self.cache.head_dim // 4)
+        slices = groups if partitions > MERGE_PARTS else 1
+        kernel = self.backend.compile("int8_pv/4_merge_partitions.cu",
+                                      {"HEAD_DIM": self.cache.head_dim, "SLICES": slices}).kernel("merge_partitions")
+        args = [parts, stats, lengths, out, *map(np.int32, (rows, partitions, tokens, rows_of_sequence))]
+        blocks = -(-rows // (groups // slices))
+        return lambda: kernel((blocks, 1, 1), (MERGE_THREADS, 1, 1), args)
 
     @property
     def _rows(self) -> int:
@@ -332,7 +353,9 @@ class Attention:
         check_apart(backend, {"out": out}, read)
         offsets = None
         if causal_offset is not None:
-            offsets = backend.array(_offsets(causal_offset, cache).astype(np.int32))
+            # beyond these, every token or none is seen, and the kernels' integers stay far from their ends
+            offsets = np.clip(_offsets(causal_offset, cache), -queries - 1, cache.block_tables.shape[1] * cache.block_size)
+            offsets = backend.array(offsets.astype(np.int32))
         return queries, heads, scale * np.log2(np.e), offsets, out
 
 
@@ -383,6 +406,15 @@ def _choose_waves(kv_rows: int, head_dim: int) -> int:
     """Waves of a prefill block: as many as the rows need, and as registers allow."""
     most = 12 if head_dim <= 128 else 8
     return next((w for w in PREFILL_WAVES if w * PREFILL_ROWS >= kv_rows or w == most))
+
+
+def _no_wgmma(form: Form, backend: Backend, head_dim: int) -> str | None:
+    """Why a prefill cannot run on Hopper's warpgroup instructions; None where it can."""
+    if getattr(backend, "arch", None) != "90a":
+        return f"{backend.device} has no warpgroup instructions of Hopper"
+    if head_dim % 64 or form.pv not in ("int8", "uint8"):
+        return f"the kernel takes head_dim 64, 128 or 256 and pv 'int8' or 'uint8', not {head_dim} and {form.pv!r}"
+    return None
 
 
 def _prefill_form(form: Form, swapped: bool | None) -> Form:

@@ -1,0 +1,288 @@
+// 6. Prefill on Hopper's warpgroup instructions: the tensor cores read K and V themselves.
+//
+// 64 rows at a time are multiplied by tiles that stay in shared memory: no lane loads K or V, and nothing but softmax
+// and quantization is left to issue. V's layout, with tokens along bytes, is the only one that 8-bit operands may have.
+// The one thing lanes still hold is P, so keys are again taken in the order that leaves scores where P is needed. As no
+// lane loads runs of V, a step multiplies 32 neighbouring tokens: here, and only here, the logical groups are right.
+//
+// One more warpgroup does nothing but copy tiles, some ahead, so that the others meet at no barrier: they drift apart, and
+// one multiplies while another takes powers of 2. P V of 64 columns runs while the sums of the 64 before are scaled.
+//
+//   GROUPS   warpgroups of a block that attend, 64 rows each
+//   STAGES   tiles in shared memory
+#include "wgmma.h"
+#include "prefill.h"
+
+#if GPU_HAS_WGMMA
+
+static_assert(kPv == INT8 || kPv == UINT8, "weights are INT8 or UINT8");
+static_assert(HEAD_DIM % 64 == 0 && kScaleTokens <= kTile && !COMMON_SCALE && !LOGICAL_GROUPS && READ == 16);
+
+constexpr int kThreads = 128 * (GROUPS + 1);
+constexpr int kGroupRows = 64;
+constexpr int kWidth = HEAD_DIM < 128 ? HEAD_DIM : 128;  // bytes of a row of Q or K that lie side by side
+constexpr int kParts = HEAD_DIM / kWidth;
+constexpr int kHalves = HEAD_DIM / 64;                   // of 64 columns of V
+constexpr int kStep = 32;                                // tokens or d of one instruction
+constexpr int kSteps = kTile / kStep;
+constexpr int kScales = kTile / kScaleTokens;
+
+struct Stage {
+  alignas(1024) uint8_t k[kParts][kTile][kWidth];
+  alignas(1024) uint8_t v[HEAD_DIM][kTile];
+  alignas(16) float k_scale[kTile], v_scale[kTile];
+};
+struct Shared {
+  Stage stages[STAGES];
+  alignas(1024) uint8_t q[GROUPS][kParts][kGroupRows][kWidth];
+  alignas(16) int8_t codes[4 * GROUPS][HEAD_DIM];
+  PhaseBarrier full[STAGES], empty[STAGES];
+};
+
+// A lane's 16 scores of a row are of the tokens 32 s + 16 h + 4 t + b, t = lane % 4: those at which P's fragment of step
+// s has bytes. In column 8 j + 2 t + c of the sums lies c + 2 j then, with s and h above: the row of K that gives it.
+__device__ __forceinline__ int row_of_key(int token) {
+  const int b = token % 4, t = token / 4 % 4, h = token / 16 % 2, s = token / 32;
+  return 8 * (b / 2 + 2 * h + 4 * s) + 2 * t + b % 2;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
+        const char *__restrict__ v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
+        const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
+        float2 *__restrict__ stats, int queries, int heads, int kv_heads, int splits, int block_size, int max_blocks,
+        float softmax_scale) {
+  GPU_DYNAMIC_SHARED(char, unaligned);
+  const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
+  Shared &shared = *reinterpret_cast<Shared *>(unaligned + (1024 - misaligned) % 1024);
+  const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * 32 + lane, warpgroup = wave / 4;
+  const int head = blockIdx.y % kv_heads, split = blockIdx.y / kv_heads, batch = blockIdx.z;
+  const QueryRows rows = query_rows(queries, heads, kv_heads, head, batch, lengths, offsets);
+  const int length = rows.length, block_row = blockIdx.x * GROUPS * kGroupRows, wave_row = block_row + wave * 16;
+  const int *block_table = block_tables + (size_t)batch * max_blocks;
+  const int most_seen = rows.seen(min(block_row + GROUPS * kGroupRows, rows.count()) - 1);
+  const int least_seen = rows.seen(block_row), tiles = (most_seen + kTile - 1) / kTile;
+  const int first_tile = (long long)tiles * split / splits, end_tile = (long long)tiles * (split + 1) / splits;
+
+  if (thread < STAGES) shared.full[thread].init(128), shared.empty[thread].init(4 * GROUPS);
+  __syncthreads();
+  if (warpgroup == GROUPS) {
+    if constexpr (GROUPS > 1) give_registers<32>();
+    // A lane knows where unit lane % 4 of a tile lies, one tile ahead.
+    const auto find = [&](int tile) {
+      const int token = tile * kTile + lane % 4 * kUnit;
+      return find_places(block_table, token, tile < end_tile ? length : 0, block_size, kv_heads, head);
+    };
+    Places mine = find(first_tile);
+    for (int tile = first_tile; tile < end_tile; ++tile) {
+      const int n = tile - first_tile;
+      Stage &stage = shared.stages[n % STAGES];
+      const Places next = find(tile + 1);
+      if (n >= STAGES) shared.empty[n % STAGES].wait(n / STAGES - 1 & 1);
+      copy_tile<128, true>(
+          [&](int unit) {
+            return Places{__shfl_sync(GPU_FULL_MASK, mine.token, unit), __shfl_sync(GPU_FULL_MASK, mine.value, unit)};
+          },
+          thread % 128, k_codes, v_pages, k_scales, v_scales, block_size,
+          [&](int token, int byte) {
+            const int row = row_of_key(token);
+            return &stage.k[byte / kWidth][row][swizzled<kWidth>(row, byte % kWidth)];
+          },
+          [&](int column, int byte) { return &stage.v[column][swizzled<64>(column, byte)]; }, stage.k_scale,
+          stage.v_scale);
+      shared.full[n % STAGES].arrive_after_copies();
+      mine = next;
+    }
+    return;
+  }
+  if constexpr (GROUPS > 1) take_registers<GROUPS == 3 ? 160 : 240>();
+
+  // Q: each wave its 16 rows, of which a lane keeps the scales of rows g and g + 8.
+  float q_scale[2];
+  int seen[2];
+#pragma unroll 1
+  for (int r = 0; r < 16; ++r) {
+    int8_t *codes = shared.codes[wave];
+    const bool is_row = wave_row + r < rows.count();
+    const float scale = quantize_query(is_row ? q + rows.place(wave_row + r) * HEAD_DIM : nullptr, codes, softmax_scale);
+    __syncwarp();
+    const int row = wave % 4 * 16 + r;
+    for (int byte = 4 * lane; byte < HEAD_DIM; byte += 128)
+      *reinterpret_cast<uint32_t *>(
+          &shared.q[warpgroup][byte / kWidth][row][swizzled<kWidth>(row, byte % kWidth)]) =
+          *reinterpret_cast<const uint32_t *>(codes + byte);
+    __syncwarp();
+    unrolled<2>([&](auto v) {
+      if (r == lane / 4 + 8 * v.value) q_scale[v.value] = scale, seen[v.value] = is_row ? rows.seen(wave_row + r) : 0;
+    });
+  }
+  wgmma_publish();
+  warpgroup_barrier(1 + warpgroup);
+
+  float output[kHalves][32] = {}, top[2] = {kNone, kNone}, total[2] = {};
+  const int t4 = lane % 4 * 4;
+  const auto over_row = [&](float x, auto f) {
+    x = f(x, __shfl_xor_sync(GPU_FULL_MASK, x, 1));
+    return f(x, __shfl_xor_sync(GPU_FULL_MASK, x, 2));
+  };
+
+  const auto attend = [&](int tile, auto cut) {
+    constexpr bool is_cut = decltype(cut)::value;
+    const int n = tile - first_tile;
+    const Stage &stage = shared.stages[n % STAGES];
+    shared.full[n % STAGES].wait(n / STAGES & 1);
+    wgmma_publish();
+
+    int sums[32];
+    wgmma_begin();
+    unrolled<HEAD_DIM / kStep>([&](auto step) {
+      constexpr int part = decltype(step)::value * kStep / kWidth, byte = decltype(step)::value * kStep % kWidth;
+      wgmma_m64n64k32_s8(sums, wgmma_matrix<kWidth>(shared.q[warpgroup][part], byte),
+                         wgmma_matrix<kWidth>(stage.k[part], byte), step.value > 0);
+    });
+    wgmma_commit();
+    wgmma_wait<0>();
+
+    // Scores of row v by step s and place 4 h + b in the fragment.
+    float weight[2][kSteps][8];
+    unrolled<kSteps>([&](auto s) {
+      unrolled<2>([&](auto h) {
+        const float4 scale = *reinterpret_cast<const float4 *>(&stage.k_scale[s.value * 32 + h.value * 16 + t4]);
+        const float scales[4] = {scale.x, scale.y, scale.z, scale.w};
+        unrolled<4>([&](auto b) {
+          unrolled<2>([&](auto v) {
+            const int j = b.value / 2 + 2 * h.value + 4 * s.value;
+            weight[v.value][s.value][4 * h.value + b.value] =
+                float(sums[4 * j + 2 * v.value + b.value % 2]) * scales[b.value];
+          });
+        });
+      });
+    });
+    const auto is_seen = [&](int v, int s, int p) {
+      return !is_cut || tile * kTile + s * 32 + p / 4 * 16 + t4 + p % 4 < seen[v];
+    };
+    if constexpr (is_cut)
+      unrolled<2>([&](auto v) {
+        unrolled<kSteps>([&](auto s) {
+          unrolled<8>([&](auto p) {
+            if (!is_seen(v.value, s.value, p.value)) weight[v.value][s.value][p.value] = kNone;
+          });
+        });
+      });
+
+    float rescale[2];
+    bool moves = false;
+    unrolled<2>([&](auto v) {
+      float largest = weight[v.value][0][0];
+      unrolled<kSteps>([&](auto s) {
+        unrolled<8>([&](auto p) { largest = fmaxf(largest, weight[v.value][s.value][p.value]); });
+      });
+      largest = fmaxf(top[v.value], over_row(largest, larger));
+      rescale[v.value] = fast_exp2((top[v.value] - largest) * q_scale[v.value]);
+      moves = moves || largest != top[v.value];
+      top[v.value] = largest;
+      float sum = 0.f;
+      unrolled<kSteps>([&](auto s) {
+        unrolled<8>([&](auto p) {
+          float &e = weight[v.value][s.value][p.value];
+          e = fast_exp2(fmaf(e, q_scale[v.value], -largest * q_scale[v.value]));
+          if (!is_seen(v.value, s.value, p.value)) e = 0.f;
+          sum += e;
+        });
+      });
+      total[v.value] = fmaf(total[v.value], rescale[v.value], sum);
+    });
+    if (__any_sync(GPU_FULL_MASK, moves))
+      unrolled<kHalves>([&](auto half) {
+        unrolled<32>([&](auto i) { output[half.value][i.value] *= rescale[i.value / 2 % 2]; });
+      });
+
+    // Weights, and P's fragments: register 2 h + v of a step holds the bytes of row v at 4 h.
+    unrolled<kSteps>([&](auto s) {
+      unrolled<2>([&](auto h) {
+        const float4 scale = *reinterpret_cast<const float4 *>(&stage.v_scale[s.value * 32 + h.value * 16 + t4]);
+        const float scales[4] = {scale.x, scale.y, scale.z, scale.w};
+        unrolled<4>([&](auto b) {
+          unrolled<2>([&](auto v) {
+            constexpr int p = 4 * decltype(h)::value + decltype(b)::value;
+            weight[v.value][s.value][p] *= is_seen(v.value, s.value, p) ? scales[b.value] : 0.f;
+          });
+        });
+      });
+    });
+    uint32_t fragment[kSteps][4] = {};
+    float w_scale[kScales][2];
+    unrolled<2>([&](auto v) {
+      float peak[kScales] = {}, inverse[kScales];
+      unrolled<kSteps>([&](auto s) {
+        unrolled<8>([&](auto p) {
+          float &own = peak[s.value * kScales / kSteps];
+          own = fmaxf(own, weight[v.value][s.value][p.value]);
+        });
+      });
+      unrolled<kScales>([&](auto s) {
+        peak[s.value] = over_row(peak[s.value], larger);
+        w_scale[s.value][v.value] = peak[s.value] * (1.f / kLargest);
+        inverse[s.value] = peak[s.value] > 0.f ? __fdividef(kLargest, peak[s.value]) : 0.f;
+      });
+      unrolled<kSteps>([&](auto s) {
+        unrolled<8>([&](auto p) {
+          const uint32_t code = rounded_bits(weight[v.value][s.value][p.value], inverse[s.value * kScales / kSteps]);
+          fragment[s.value][p.value / 4 * 2 + v.value] |= (code & 0xff) << p.value % 4 * 8;
+        });
+      });
+    });
+
+    // P V by halves of the columns and scales, two in flight.
+    constexpr int kProducts = kScales * kHalves, kScaleSteps = kSteps / kScales;
+    int products[2][32];
+    const auto start = [&](auto n) {
+      constexpr int half = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
+      wgmma_begin();
+      unrolled<kScaleSteps>([&](auto i) {
+        constexpr int step = scale * kScaleSteps + decltype(i)::value;
+        const uint64_t values = wgmma_matrix<kTile>(stage.v[half * 64], step * kStep);
+        if constexpr (kPv == UINT8) wgmma_m64n64k32_u8s8_registers(products[n.value % 2], fragment[step], values, i.value > 0);
+        else wgmma_m64n64k32_s8_registers(products[n.value % 2], fragment[step], values, i.value > 0);
+      });
+      wgmma_commit();
+    };
+    start(Index<0>{});
+    unrolled<kProducts>([&](auto n) {
+      constexpr int half = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
+      if constexpr (n.value + 1 < kProducts) {
+        start(Index<decltype(n)::value + 1>{});
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+        if (lane == 0) shared.empty[(tile - first_tile) % STAGES].arrive();
+      }
+      unrolled<32>([&](auto i) {
+        output[half][i.value] =
+            fmaf(float(products[n.value % 2][i.value]), w_scale[scale][i.value / 2 % 2], output[half][i.value]);
+      });
+    });
+  };
+  const int whole_tiles = min(end_tile, least_seen / kTile);
+  for (int tile = first_tile; tile < whole_tiles; ++tile) attend(tile, Index<0>{});
+  for (int tile = max(first_tile, whole_tiles); tile < end_tile; ++tile) attend(tile, Index<1>{});
+
+  unrolled<2>([&](auto v) {
+    const int row = wave_row + lane / 4 + 8 * v.value;
+    total[v.value] = over_row(total[v.value], sum);
+    if (row >= rows.count()) return;
+    const size_t part = rows.place(row) * splits + split;
+    if (stats && lane % 4 == 0)
+      stats[part] = make_float2(top[v.value] == kNone ? kNone : top[v.value] * q_scale[v.value], total[v.value]);
+    const float factor = total[v.value] > 0.f ? 1.f / total[v.value] : 0.f;
+    unrolled<kHalves>([&](auto half) {
+      unrolled<8>([&](auto j) {
+        const float *pair = &output[half.value][4 * j.value + 2 * v.value];
+        *reinterpret_cast<float2 *>(out + part * HEAD_DIM + half.value * 64 + j.value * 8 + lane % 4 * 2) =
+            make_float2(pair[0] * factor, pair[1] * factor);
+      });
+    });
+  });
+}
+
+#endif
