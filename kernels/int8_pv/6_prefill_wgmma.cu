@@ -27,6 +27,10 @@ constexpr int kStep = 32;                                // tokens or d of one i
 constexpr int kSteps = kTile / kStep;
 constexpr int kScales = kTile / kScaleTokens;
 
+// Registers of a thread. A block has what it is launched with, 65536 / kThreads each, rounded down to a multiple of 8: what
+// the threads that attend take, those that copy must have given.
+constexpr int kAttendRegisters = GROUPS == 3 ? 160 : 232, kCopyRegisters = GROUPS == 3 ? 32 : 40;
+
 struct Stage {
   alignas(1024) uint8_t k[kParts][kTile][kWidth];
   alignas(1024) uint8_t v[HEAD_DIM][kTile];
@@ -67,35 +71,47 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   if (thread < STAGES) shared.full[thread].init(128), shared.empty[thread].init(4 * GROUPS);
   __syncthreads();
   if (warpgroup == GROUPS) {
-    if constexpr (GROUPS > 1) give_registers<32>();
-    // A lane knows where unit lane % 4 of a tile lies, one tile ahead.
+    if constexpr (GROUPS > 1) give_registers<kCopyRegisters>();
+    // A lane knows where unit lane % 4 of a tile lies, one tile ahead. What a thread copies lies at a fixed place of the
+    // tile plus, or for swizzled bits xor, what the round adds.
     const auto find = [&](int tile) {
       const int token = tile * kTile + lane % 4 * kUnit;
       return find_places(block_table, token, tile < end_tile ? length : 0, block_size, kv_heads, head);
     };
+    constexpr int kChunks = HEAD_DIM / 16, kRoundTokens = 128 / kChunks, kRoundColumns = 128 / 4;
+    const int copier = thread % 128, token = copier / kChunks, byte = copier % kChunks * 16, column = copier / 4;
+    const int k_to = byte / kWidth * kTile * kWidth + row_of_key(token) * kWidth +
+                     swizzled<kWidth>(row_of_key(token), byte % kWidth);
+    const int v_to = column * kTile + swizzled<kTile>(column, copier % 4 * 16);
+    const int8_t *k_from = k_codes + token % kUnit * HEAD_DIM + byte;
+    const char *v_from = v_pages + (size_t)column * block_size;
+    const float *scales_from = (lane < 16 ? k_scales : v_scales) + lane % 4 * 4;
     Places mine = find(first_tile);
     for (int tile = first_tile; tile < end_tile; ++tile) {
       const int n = tile - first_tile;
       Stage &stage = shared.stages[n % STAGES];
       const Places next = find(tile + 1);
       if (n >= STAGES) shared.empty[n % STAGES].wait(n / STAGES - 1 & 1);
-      copy_tile<128, true>(
-          [&](int unit) {
-            return Places{__shfl_sync(GPU_FULL_MASK, mine.token, unit), __shfl_sync(GPU_FULL_MASK, mine.value, unit)};
-          },
-          thread % 128, k_codes, v_pages, k_scales, v_scales, block_size,
-          [&](int token, int byte) {
-            const int row = row_of_key(token);
-            return &stage.k[byte / kWidth][row][swizzled<kWidth>(row, byte % kWidth)];
-          },
-          [&](int column, int byte) { return &stage.v[column][swizzled<64>(column, byte)]; }, stage.k_scale,
-          stage.v_scale);
+      unrolled<kTile / kRoundTokens>([&](auto round) {
+        const int first = round.value * kRoundTokens, row = row_of_key(first);
+        const long long place = __shfl_sync(GPU_FULL_MASK, mine.token, token / kUnit + first / kUnit);
+        copy_async(&stage.k[0][0][0] + (k_to ^ (row * kWidth + swizzled<kWidth>(row, 0))),
+                   k_from + (place + first % kUnit) * HEAD_DIM, place >= 0);
+      });
+      unrolled<HEAD_DIM / kRoundColumns>([&](auto round) {
+        copy_async(&stage.v[0][0] + v_to + round.value * kRoundColumns * kTile,
+                   v_from + mine.value + (unsigned)(round.value * kRoundColumns * block_size), mine.value >= 0);
+      });
+      if (copier < 32) {
+        const long long place = __shfl_sync(GPU_FULL_MASK, mine.token, lane / 4 % 4);
+        copy_async((lane < 16 ? stage.k_scale : stage.v_scale) + lane % 16 * 4, scales_from + place, place >= 0);
+      }
       shared.full[n % STAGES].arrive_after_copies();
       mine = next;
     }
     return;
   }
-  if constexpr (GROUPS > 1) take_registers<GROUPS == 3 ? 160 : 240>();
+  if constexpr (GROUPS > 1) take_registers<kAttendRegisters>();
 
   // Q: each wave its 16 rows, of which a lane keeps the scales of rows g and g + 8.
   float q_scale[2];

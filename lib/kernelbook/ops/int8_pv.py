@@ -304,7 +304,7 @@ class Attention:
         stage = TILE * (cache.head_dim * (3 if form.pv == "bf16_pages" else 2) + 8)
         if wgmma:
             stage += -stage % WGMMA_ALIGN
-        stages = 3 if 3 * stage <= 128 << 10 else 2
+        stages = min(4, (112 << 10) // stage)
         shared = stages * stage + waves * PREFILL_ROWS * cache.head_dim
         if wgmma:
             shared += 2 * WGMMA_ALIGN + waves * cache.head_dim  # to align it; barriers; a row of codes for each wave
