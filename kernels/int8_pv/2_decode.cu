@@ -41,7 +41,8 @@ struct Shared {
   alignas(16) int8_t q[kRows][HEAD_DIM + kPad];
   alignas(16) float v_scale[kTokens];
   float k_scale[kTokens];
-  Unit units[kTokens / kUnit];
+  Places places[kTokens / kUnit];
+  size_t row_place[kRows];          // of a row in [batch][queries][heads]
   float q_scale[kRows], top[kWaves][kRows], total[kWaves][kRows];
   int seen[kRows];                  // tokens of the partition that a row sees
   float peak[kWaves * kWavePeaks][kRows];
@@ -55,42 +56,36 @@ __device__ __forceinline__ int peak_of(int token) {
   else return token / kTile * (kTile / kPeakTokens) + MATRIX::step_of<SWAPPED>(token % kTile);
 }
 
-// q [batch][queries][heads][HEAD_DIM]. Pages as in kernelbook/kv_cache.py; v_pages holds bf16 for BF16_PAGES.
+// q [batch][queries][heads][HEAD_DIM]. Pages as in kernelbook/kv_cache.py; v_pages holds bf16 for BF16_PAGES and is not
+// __restrict__, or the compiler would move its loads behind the barriers, to where they are used.
 // offsets [batch]: query i sees tokens 0 .. offsets + i; null: every query sees all. softmax_scale: times log2(e).
 // out [batch][queries][heads][partitions][HEAD_DIM], each partition normalized; stats the same without HEAD_DIM: the
 // largest score and the sum of powers of 2 relative to it. Of partitions beyond a sequence nothing is written.
 // Grid: partitions x (kv_heads * row tiles) x batch; block: warpSize x kWaves.
 extern "C" __global__ void __launch_bounds__(kWaves * MATRIX::Signed::map().lanes)
 decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
-       const void *__restrict__ v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
+       const void *v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
        const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
        float2 *__restrict__ stats, float *__restrict__ trace_weights, int *__restrict__ trace_codes,
        int *__restrict__ trace_sums, int queries, int heads, int kv_heads, int block_size, int max_blocks,
        float softmax_scale) {
   __shared__ Shared shared;
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * warpSize + lane, threads = kWaves * warpSize;
-  const int partition = blockIdx.x, head = blockIdx.y % kv_heads, batch = blockIdx.z;
-  const int group = heads / kv_heads, first_row = blockIdx.y / kv_heads * kRows;
-  const int length = lengths[batch], first = partition * PARTITION;
-  if (first >= length && partition > 0) return;
-  const int count = max(0, min(PARTITION, length - first));
-  const int *block_table = block_tables + (size_t)batch * max_blocks;
+  const int partition = blockIdx.x, head = blockIdx.y % kv_heads, batch = blockIdx.z, first = partition * PARTITION;
+  const QueryRows rows = query_rows(queries, heads, kv_heads, head, batch, lengths, offsets);
+  if (first >= rows.length && partition > 0) return;
+  const int count = max(0, min(PARTITION, rows.length - first)), first_row = blockIdx.y / kv_heads * kRows;
+  const auto is_row = [&](int r) { return first_row + r < rows.count(); };
 
-  // Row r of the tile is query row first_row + r of this KV head: query (first_row + r) / group, member % group.
-  const auto row_of = [&](int r) {
-    const int row = first_row + r, query = row / group;
-    return ((size_t)batch * queries + query) * heads + head * group + row - query * group;
-  };
-
-  for (int u = thread; u * kUnit < count; u += threads)
-    shared.units[u] = unit_of(block_table, first + u * kUnit, block_size, kv_heads, head);
+  for (int u = thread; u < kTokens / kUnit; u += threads)
+    shared.places[u] = find_places(block_tables + (size_t)batch * max_blocks, first + u * kUnit, first + count, block_size,
+                                   kv_heads, head);
   for (int r = wave; r < kRows; r += kWaves) {
-    const bool is_row = first_row + r < queries * group;
-    const float scale = quantize_query(is_row ? q + row_of(r) * HEAD_DIM : nullptr, shared.q[r], softmax_scale);
+    const size_t place = rows.place(first_row + r);
+    const float scale = quantize_query(is_row(r) ? q + place * HEAD_DIM : nullptr, shared.q[r], softmax_scale);
     if (lane == 0) {
-      const int last = offsets ? offsets[batch] + (first_row + r) / group - first : count - 1;
-      shared.q_scale[r] = scale;
-      shared.seen[r] = is_row ? max(0, min(count, last + 1)) : 0;
+      shared.row_place[r] = place, shared.q_scale[r] = scale;
+      shared.seen[r] = is_row(r) ? max(0, min(count, rows.seen(first_row + r) - first)) : 0;
     }
   }
   __syncthreads();
@@ -98,8 +93,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   // ---- every load: scales, K for this wave's tokens, V for its columns ----
 
   for (int t = thread; t < kTokens; t += threads) {
-    const Unit unit = shared.units[t / kUnit];
-    const size_t place = (size_t)unit.row * block_size + unit.offset + t % kUnit;
+    const long long place = shared.places[t / kUnit].token + t % kUnit;
     shared.k_scale[t] = t < count ? k_scales[place] : 0.f;
     shared.v_scale[t] = t < count ? v_scales[place] : 0.f;
   }
@@ -109,8 +103,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
       unrolled<QK::Cache::vectors>([&](auto v) {
         const int token = wave_token + tile * kTile + j.value * kKeys + QK::Cache::template vector<v.value>(lane);
         if (token >= count) return;
-        const Unit unit = shared.units[token / kUnit];
-        const int8_t *key = k_codes + ((size_t)unit.row * block_size + unit.offset + token % kUnit) * HEAD_DIM +
+        const int8_t *key = k_codes + (shared.places[token / kUnit].token + token % kUnit) * HEAD_DIM +
                             QK::Cache::part_of(lane) * kQkRun;
         unrolled<kQkParts>([&](auto p) { read_run<kQkRun>(keys[j.value][p.value][v.value], key + p.value * kQkPart); });
       });
@@ -119,15 +112,13 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   Keys keys = {};
   read_keys(keys, 0);
   const auto read_values = [&](Values &values, int tile) {
-    const int unit_number = tile * (kTile / kUnit) + PxV::Cache::part_of(lane);
-    const bool is_there = unit_number * kUnit < count;
-    const Unit unit = shared.units[is_there ? unit_number : 0];
+    const long long first_value = shared.places[tile * (kTile / kUnit) + PxV::Cache::part_of(lane)].value;
     unrolled<kWaveColumns>([&](auto n) {
       unrolled<PxV::Cache::vectors>([&](auto v) {
         const int tile_of_columns = n.value * kWaves + wave;
         const int column = tile_of_columns * kColumns + PxV::Cache::template vector<v.value>(lane);
-        const size_t place = ((size_t)unit.row * HEAD_DIM + column) * block_size + unit.offset;
-        if (is_there && tile_of_columns < kColumnTiles)
+        const long long place = first_value + (unsigned)(column * block_size);
+        if (first_value >= 0 && tile_of_columns < kColumnTiles)
           read_run<kUnit * kValueBytes * READ / 16>(values[n.value][v.value],
                                                     static_cast<const char *>(v_pages) + place * kValueBytes);
       });
@@ -191,8 +182,8 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
     for (int w = 0; w < kWaves; ++w) partition_top = fmaxf(partition_top, shared.top[w][row[v.value]]);
     for (int w = 0; w < kWaves; ++w)
       partition_total += shared.total[w][row[v.value]] * fast_exp2(shared.top[w][row[v.value]] - or_zero(partition_top));
-    if (wave == 0 && leads && first_row + row[v.value] < queries * group)
-      stats[row_of(row[v.value]) * gridDim.x + partition] = make_float2(partition_top, partition_total);
+    if (wave == 0 && leads && is_row(row[v.value]))
+      stats[shared.row_place[row[v.value]] * gridDim.x + partition] = make_float2(partition_top, partition_total);
     top[v.value] = partition_total > 0.f ? fast_exp2(top[v.value] - or_zero(partition_top)) / partition_total : 0.f;
   });
 
@@ -231,7 +222,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
         for (int other = 0; other < kPeaks && kPeaks > 1; ++other)
           largest = fmaxf(largest, shared.peak[scale * kPeaks + other][row[v.value]]);
         inverse[p.value][v.value] = largest > 0.f ? kLargest / largest : 0.f;
-        if (leads) shared.w_scale[scale][row[v.value]] = largest / kLargest;
+        if (leads) shared.w_scale[scale][row[v.value]] = largest * (1.f / kLargest);
       });
     });
   }
@@ -248,8 +239,8 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
         code = float_to_bf16(weight[j.value][i.value]);
       }
 #if TRACE
-      if (first_row + row[v] < queries * group && wave_token + token < count) {
-        const size_t place = row_of(row[v]) * gridDim.x * PARTITION + first + wave_token + token;
+      if (is_row(row[v]) && wave_token + token < count) {
+        const size_t place = shared.row_place[row[v]] * gridDim.x * PARTITION + first + wave_token + token;
         trace_weights[place] = weight[j.value][i.value];
         trace_codes[place] = code;
       }
@@ -280,8 +271,8 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
         output[n.value][i.value] = fmaf(sum_as_float(sum), factor, output[n.value][i.value]);
 #if TRACE
         const int column = (n.value * kWaves + wave) * kColumns + Outputs::template along<i.value>(lane);
-        if (first_row + r < queries * group && column < HEAD_DIM)
-          trace_sums[((row_of(r) * gridDim.x + partition) * (PARTITION / kScaleTokens) + scale) * HEAD_DIM + column] =
+        if (is_row(r) && column < HEAD_DIM)
+          trace_sums[((shared.row_place[r] * gridDim.x + partition) * (PARTITION / kScaleTokens) + scale) * HEAD_DIM + column] =
               sum - start_of_sum();
 #endif
       };
@@ -298,8 +289,8 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
     unrolled<4>([&](auto i) {
       const int r = Outputs::template vector<Outputs::template vector_of<i.value>>(lane);
       const int column = (n.value * kWaves + wave) * kColumns + Outputs::template along<i.value>(lane);
-      if (first_row + r < queries * group && column < HEAD_DIM)
-        out[(row_of(r) * gridDim.x + partition) * HEAD_DIM + column] = output[n.value][i.value];
+      if (is_row(r) && column < HEAD_DIM)
+        out[(shared.row_place[r] * gridDim.x + partition) * HEAD_DIM + column] = output[n.value][i.value];
     });
   });
 }

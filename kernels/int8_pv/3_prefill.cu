@@ -250,17 +250,20 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
         unrolled<kScales>([&](auto s) {
           const float peak = Sums::reduce(inverse[s.value], larger);
           w_scale[s.value][v.value] = peak * (1.f / kLargest);
-          inverse[s.value] = peak > 0.f ? __fdividef(kLargest, peak) : 0.f;
+          inverse[s.value] = peak > 0.f ? kLargest * fast_reciprocal(peak) : 0.f;
         });
       }
-      unrolled<kWeightWords>([&](auto w) { weights[v.value][w.value] = 0; });
-      unrolled<kUnit>([&](auto t) {
-        constexpr int kPerWord = 4 / sizeof(Weight);
-        uint32_t code;
-        if constexpr (kInteger) code = rounded_bits(weight[v.value][t.value], inverse[scale_of(decltype(t)::value)]) & 0xff;
-        else code = float_to_bf16(weight[v.value][t.value]);
-        weights[v.value][t.value / kPerWord] |= code << t.value % kPerWord * 8 * sizeof(Weight);
-      });
+      if constexpr (kInteger) {
+        unrolled<kWeightWords>([&](auto w) { weights[v.value][w.value] = 0; });
+        unrolled<kUnit>([&](auto t) {
+          const uint32_t code = rounded_bits(weight[v.value][t.value], inverse[scale_of(decltype(t)::value)]) & 0xff;
+          weights[v.value][t.value / 4] |= code << t.value % 4 * 8;
+        });
+      } else {
+        unrolled<kWeightWords>([&](auto w) {
+          weights[v.value][w.value] = bf16_pair(weight[v.value][2 * w.value], weight[v.value][2 * w.value + 1]);
+        });
+      }
       if constexpr (kPv == UINT8_OFFSET)
         unrolled<kWeightWords>([&](auto w) { weights[v.value][w.value] ^= 0x80808080u; });  // minus 128
     });

@@ -36,7 +36,7 @@ merge_partitions(const float *__restrict__ parts, const float2 *__restrict__ sta
   const int quad = threadIdx.x % kQuads, slice = threadIdx.x / kQuads % SLICES, own = threadIdx.x / kQuads / SLICES;
   const int row = blockIdx.x * kRows + own;
   const bool is_there = own < kRows && row < rows;
-  Merged merged = {-1e30f, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
+  Merged merged = {-3e38f, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
   if (is_there) {
     const int count = lengths ? max(1, (lengths[row / rows_of_sequence] + tokens - 1) / tokens) : partitions;
     const float2 *stat = stats + (size_t)row * partitions;

@@ -137,6 +137,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
 
   float output[kHalves][32] = {}, top[2] = {kNone, kNone}, total[2] = {};
   const int t4 = lane % 4 * 4;
+  const uint32_t q_address = wgmma_address(shared.q[warpgroup]);
   const auto over_row = [&](float x, auto f) {
     x = f(x, __shfl_xor_sync(GPU_FULL_MASK, x, 1));
     return f(x, __shfl_xor_sync(GPU_FULL_MASK, x, 2));
@@ -149,12 +150,13 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     shared.full[n % STAGES].wait(n / STAGES & 1);
     wgmma_publish();
 
+    const uint32_t k_address = wgmma_address(stage.k), v_address = wgmma_address(stage.v);
     int sums[32];
     wgmma_begin();
     unrolled<HEAD_DIM / kStep>([&](auto step) {
       constexpr int part = decltype(step)::value * kStep / kWidth, byte = decltype(step)::value * kStep % kWidth;
-      wgmma_m64n64k32_s8(sums, wgmma_matrix<kWidth>(shared.q[warpgroup][part], byte),
-                         wgmma_matrix<kWidth>(stage.k[part], byte), step.value > 0);
+      wgmma_m64n64k32_s8(sums, wgmma_matrix<kWidth>(q_address, part * kGroupRows * kWidth + byte),
+                         wgmma_matrix<kWidth>(k_address, part * kTile * kWidth + byte), step.value > 0);
     });
     wgmma_commit();
     wgmma_wait<0>();
@@ -239,7 +241,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       unrolled<kScales>([&](auto s) {
         peak[s.value] = over_row(peak[s.value], larger);
         w_scale[s.value][v.value] = peak[s.value] * (1.f / kLargest);
-        inverse[s.value] = peak[s.value] > 0.f ? __fdividef(kLargest, peak[s.value]) : 0.f;
+        inverse[s.value] = peak[s.value] > 0.f ? kLargest * fast_reciprocal(peak[s.value]) : 0.f;
       });
       unrolled<kSteps>([&](auto s) {
         unrolled<8>([&](auto p) {
@@ -257,7 +259,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       wgmma_begin();
       unrolled<kScaleSteps>([&](auto i) {
         constexpr int step = scale * kScaleSteps + decltype(i)::value;
-        const uint64_t values = wgmma_matrix<kTile>(stage.v[half * 64], step * kStep);
+        const uint64_t values = wgmma_matrix<kTile>(v_address, half * 64 * kTile + step * kStep);
         if constexpr (kPv == UINT8) wgmma_m64n64k32_u8s8_registers(products[n.value % 2], fragment[step], values, i.value > 0);
         else wgmma_m64n64k32_s8_registers(products[n.value % 2], fragment[step], values, i.value > 0);
       });

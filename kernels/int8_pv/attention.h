@@ -55,7 +55,7 @@ constexpr int kTile = 64;                    // tokens that a round of such load
 constexpr int kQkRun = HEAD_DIM % 64 == 0 ? 16 : 8;
 constexpr int kQkPart = QK::Rows::length / QK::Rows::run * kQkRun;
 constexpr int kQkParts = HEAD_DIM / kQkPart;
-constexpr float kNone = -1e30f;  // the score of a token that is not there: less than any, and no NaN in a difference
+constexpr float kNone = -3e38f;  // the score of a token that is not there: less than any, and no NaN in a difference
 
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ float sum(float a, float b) { return a + b; }
@@ -84,26 +84,48 @@ __device__ __forceinline__ float sum_as_float(PxV::Sum x) {
 // 16 codes as bf16, each multiplied by scale[i] where the weights do not hold the scales. A byte moved into a float's
 // last bits, minus what is left when it is 0, is the byte as a float; the upper half of a small integer is its bf16.
 __device__ __forceinline__ void widen(uint32_t *bf16, const uint32_t *codes, const float *scale) {
-  unrolled<kUnit / 2>([&](auto pair) {
-    float x[2];
-    unrolled<2>([&](auto i) {
-      const int e = 2 * pair.value + i.value;
-      const uint32_t byte = (codes[e / 4] ^ 0x80808080u) >> 8 * (e % 4) & 0xff;
-      x[i.value] = __uint_as_float(0x4b000000u | byte) - 8388736.f;
+  unrolled<kUnit / 4>([&](auto word) {
+    const uint32_t bytes = codes[word.value] ^ 0x80808080u;
+    float x[4];
+    unrolled<4>([&](auto i) {
+      x[i.value] = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440 + i.value)) - 8388736.f;
     });
-    if constexpr (kFolded)
-      bf16[pair.value] = __float_as_uint(x[0]) >> 16 | (__float_as_uint(x[1]) & 0xffff0000u);
-    else
-      bf16[pair.value] = float_to_bf16(x[0] * scale[2 * pair.value]) |
-                         uint32_t(float_to_bf16(x[1] * scale[2 * pair.value + 1])) << 16;
+    unrolled<2>([&](auto pair) {
+      const float low = x[2 * pair.value], high = x[2 * pair.value + 1];
+      const float *scales = scale + 4 * word.value + 2 * pair.value;
+      if constexpr (kFolded)
+        bf16[2 * word.value + pair.value] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+      else
+        bf16[2 * word.value + pair.value] = bf16_pair(low * scales[0], high * scales[1]);
+    });
   });
 }
 
-// Where 16 neighbouring tokens of one KV head begin: its row in [block][kv_head], and the offset in the block.
-struct Unit { int row, offset; };
-__device__ __forceinline__ Unit unit_of(const int *block_table, int token, int block_size, int kv_heads, int head) {
-  const int block = token / block_size;
-  return {block_table[block] * kv_heads + head, token - block * block_size};
+// Where 16 neighbouring tokens of one KV head begin: in [block][kv_head][token], and in V's pages, both below 0 where
+// there are none.
+struct Places { long long token, value; };
+__device__ __forceinline__ Places find_places(const int *block_table, int token, int length, int block_size, int kv_heads,
+                                              int head) {
+  if (token >= length) return {-1, -1};
+  const int block = token / block_size, offset = token - block * block_size;
+  const long long row = ((long long)block_table[block] * kv_heads + head) * block_size;
+  return {row + offset, row * HEAD_DIM + offset};
+}
+
+// The query rows of one KV head: row r is query r / group, member r % group.
+struct QueryRows {
+  int queries, heads, group, head, batch, length, offset;  // offset: query i sees tokens 0 .. offset + i
+  __device__ __forceinline__ int count() const { return queries * group; }
+  __device__ __forceinline__ size_t place(int r) const {
+    const int query = r / group;
+    return ((size_t)batch * queries + query) * heads + head * group + r - query * group;
+  }
+  __device__ __forceinline__ int seen(int r) const { return max(0, min(length, offset + r / group + 1)); }
+};
+__device__ __forceinline__ QueryRows query_rows(int queries, int heads, int kv_heads, int head, int batch,
+                                                const int *lengths, const int *offsets) {
+  const int length = lengths[batch];
+  return {queries, heads, heads / kv_heads, head, batch, length, offsets ? offsets[batch] : length};
 }
 
 // A row of Q, by one wave: codes, and what an integer score is multiplied by besides the key's scale. Scores count in

@@ -7,7 +7,9 @@
 //   GPU_FULL_MASK                      mask of a whole wave for shuffles and votes, of type gpu_mask (32 or 64 bits)
 //   GPU_DYNAMIC_SHARED(T, name)        declares the launch's dynamic shared memory as T *name, 16-byte aligned
 //   half_to_float, float_to_half, bf16_to_float, float_to_bf16    both 16-bit formats are stored as uint16_t
-//   fast_exp2(x)                       2^x by the hardware's instruction, to about 2 ulp; subnormal results may be 0
+//   bf16_pair(low, high)               two numbers as bf16 in 32 bits
+//   fast_exp2(x), fast_reciprocal(x)   2^x and 1 / x by the hardware's instruction, to about 2 ulp; a subnormal x or
+//                                      result may be taken for 0
 //   copy_async(shared, global, there)  16 bytes into shared memory, or 16 zeros; copy_commit() ends a group of copies,
 //   copy_wait<n>()                     copy_wait returns when all but the latest n groups of this thread are there.
 //                                      Where a target has no such copies they are plain ones.

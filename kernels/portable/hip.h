@@ -84,7 +84,6 @@ GPU_DEVICE_INLINE float expf(float x) { return __builtin_expf(x); }
 GPU_DEVICE_INLINE float exp2f(float x) { return __builtin_exp2f(x); }
 GPU_DEVICE_INLINE float logf(float x) { return __builtin_logf(x); }
 GPU_DEVICE_INLINE float __expf(float x) { return __builtin_amdgcn_exp2f(x * 1.442695041f); }
-GPU_DEVICE_INLINE float __fdividef(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
 GPU_DEVICE_INLINE float __fmul_rn(float a, float b) { return a * b; }  // built with -ffp-contract=off
 GPU_DEVICE_INLINE float __fadd_rn(float a, float b) { return a + b; }
 GPU_DEVICE_INLINE float __int2float_rn(int x) { return float(x); }
@@ -136,6 +135,10 @@ template <class T> GPU_DEVICE_INLINE T __shfl_up(T value, unsigned delta, int wi
   return gpu_read_lane(value, source >= (lane & -width) ? source : lane);
 }
 GPU_DEVICE_INLINE uint64_t __ballot(int predicate) { return __builtin_amdgcn_ballot_w64(predicate); }
+GPU_DEVICE_INLINE unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {  // of CUDA's selectors, a byte each
+  const unsigned spread = (selector & 7) | (selector & 0x70) << 4 | (selector & 0x700) << 8 | (selector & 0x7000) << 12;
+  return __builtin_amdgcn_perm(b, a, spread);
+}
 GPU_DEVICE_INLINE int __popc(unsigned x) { return __builtin_popcount(x); }
 GPU_DEVICE_INLINE int __popcll(unsigned long x) { return __builtin_popcountl(x); }
 GPU_DEVICE_INLINE int __clz(int x) { return x ? __builtin_clz(x) : 32; }
@@ -189,6 +192,7 @@ GPU_DEVICE_INLINE void copy_commit() {}
 template <int groups> GPU_DEVICE_INLINE void copy_wait() {}
 
 GPU_DEVICE_INLINE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+GPU_DEVICE_INLINE float fast_reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 GPU_DEVICE_INLINE float half_to_float(uint16_t h) { return float(__builtin_bit_cast(_Float16, h)); }
 GPU_DEVICE_INLINE uint16_t float_to_half(float f) {
   return f != f ? 0x7fff : __builtin_bit_cast(uint16_t, _Float16(f));
@@ -197,6 +201,10 @@ GPU_DEVICE_INLINE float bf16_to_float(uint16_t b) { return __builtin_bit_cast(fl
 GPU_DEVICE_INLINE uint16_t float_to_bf16(float f) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, f);
   return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+GPU_DEVICE_INLINE uint32_t bf16_pair(float low, float high) {
+  return float_to_bf16(low) | uint32_t(float_to_bf16(high)) << 16;
 }
 
 // ---- matrix instructions, 64 lanes ----

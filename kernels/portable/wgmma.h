@@ -9,11 +9,14 @@
 #define GPU_HAS_WGMMA 1
 
 // A matrix in shared memory: rows of `width` (64 or 128) bytes with k along them, 8 rows after each other, 16-byte
-// chunks exchanged as `swizzled` has them. The address must be a multiple of 1024; `offset` moves along k.
-template <int width> __device__ __forceinline__ uint64_t wgmma_matrix(const void *shared, int offset) {
-  const uint32_t address = (uint32_t)__cvta_generic_to_shared(shared) + offset;
-  return uint64_t(address >> 4 & 0x3fff) | uint64_t(1) << 16 | uint64_t(width * 8 >> 4) << 32 |
-         uint64_t(width == 128 ? 1 : 2) << 62;
+// chunks exchanged as `swizzled` has them. Its address must be a multiple of 1024. `offset`, in bytes, moves along k by
+// less than a row, or by whole groups of 8 rows; it only changes the low word, so that a constant one costs an addition.
+__device__ __forceinline__ uint32_t wgmma_address(const void *shared) {
+  return (uint32_t)__cvta_generic_to_shared(shared) >> 4 | 1u << 16;
+}
+template <int width> __device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, int offset) {
+  constexpr uint32_t high = width * 8 / 16 | (width == 128 ? 1u : 2u) << 30;
+  return uint64_t(high) << 32 | (address + offset / 16);
 }
 // Where byte `byte` of row `row` lies in such a row.
 template <int width> __device__ __forceinline__ int swizzled(int row, int byte) {

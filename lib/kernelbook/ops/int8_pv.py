@@ -26,6 +26,7 @@ TILE = 64
 PREFILL_WAVES = (4, 8, 12, 16)
 PREFILL_ROWS = 16  # of a wave
 WGMMA_ALIGN = 1024  # bytes that a stage of tiles is a multiple of, as 6_prefill_wgmma.cu lays it out
+LARGEST_SOFTMAX_SCALE = 1e30  # so that scores stay far from the largest float
 MERGE_THREADS = 256
 MERGE_PARTS = 16  # of a row, that the threads of one slice go through
 MAX_SPLITS = 16
@@ -64,7 +65,10 @@ class Form:
         for name, known in (("pv", PV), ("matrix", (None, *MATRIX)), ("grouping", ("fragment", "logical")),
                             ("read", (8, 16)), ("scale_tokens", (32, 64, 128, 256, 512, 1024)),
                             ("partition", (128, 256, 512, 1024))):
-            if getattr(self, name) not in known:
+            if (getattr(self, name), type(getattr(self, name))) not in [(value, type(value)) for value in known]:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
+        for name, known in (("swapped", (None, False, True)), ("common_scale", (False, True)), ("trace", (False, True))):
+            if not any(getattr(self, name) is value for value in known):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
         if self.scale_tokens > self.partition:
             raise ValueError(f"scale_tokens = {self.scale_tokens}; a scale covers at most a partition, {self.partition}")
@@ -211,7 +215,7 @@ class Attention:
         for name, dtype in (("k_codes", np.int8), ("k_scales", np.float32), ("v_codes", np.int8),
                             ("v_scales", np.float32), ("block_tables", np.int32), ("lengths", np.int32)):
             array = getattr(cache, name)
-            check_array(backend, array, name, getattr(array, "shape", ()), dtype, 16 if "codes" in name else 4)
+            check_array(backend, array, name, getattr(array, "shape", ()), dtype, 4 if dtype is np.int32 else 16)
         on_host = {f.name: backend.numpy(getattr(cache, f.name)) for f in fields(cache) if "codes" not in f.name}
         self._host = replace(cache, **on_host).check(codes=False)
         self.value_pages = cache.v_codes
@@ -223,6 +227,8 @@ class Attention:
     def dequantize(self) -> None:
         """Write V of every page as bf16 into the pages that the form "bf16_pages" attends to."""
         runs = self.cache.v_codes.size // 16
+        if runs == 0:
+            return
         kernel = self.backend.compile("int8_pv/5_dequantize_v.cu").kernel("dequantize_v")
         kernel((-(-runs // 256), 1, 1), (256, 1, 1),
                [self.cache.v_codes, self.cache.v_scales, self.value_pages, np.uint64(runs),
@@ -284,20 +290,22 @@ class Attention:
         form, cache, backend = _prefill_form(self.form, self._given_swapped), self.cache, self.backend
         queries, heads, scale, offsets, out = self._check(q, softmax_scale, causal_offset, out)
         rows, kv_rows = cache.batch * queries * heads, queries * heads // cache.kv_heads
-        if rows == 0:
-            return lambda: out
         no_wgmma = _no_wgmma(form, backend, cache.head_dim)
         if wgmma and no_wgmma:
             raise ValueError(f"wgmma = {wgmma}: {no_wgmma}")
-        wgmma = no_wgmma is None if wgmma is None else wgmma
-        if waves not in (None, *PREFILL_WAVES):
-            raise ValueError(f"waves = {waves!r}; expected one of {', '.join(map(str, PREFILL_WAVES))}")
+        wgmma = no_wgmma is None if wgmma is None else bool(wgmma)
+        known_waves = PREFILL_WAVES[:3] if wgmma else PREFILL_WAVES
+        if waves is not None and (waves not in known_waves or not isinstance(waves, int)):
+            raise ValueError(f"waves = {waves!r}; expected one of {', '.join(map(str, known_waves))}")
+        if splits is not None:
+            check_count("splits", splits)
+        if rows == 0:
+            return lambda: out
         waves = waves or _choose_waves(kv_rows, cache.head_dim)
         row_blocks = -(-kv_rows // (waves * PREFILL_ROWS))
         tiles = max(1, -(-int(self._host.lengths.max(initial=0)) // TILE))
         if splits is None:
             splits = choose_splits(row_blocks * cache.kv_heads * cache.batch, tiles, backend.multiprocessors)
-        check_count("splits", splits)
         splits = min(splits, tiles)
         parts = out if splits == 1 else backend.empty((rows, splits, cache.head_dim), np.float32)
         stats = None if splits == 1 else backend.empty((rows, splits, 2), np.float32)
@@ -439,8 +447,8 @@ def _softmax_scale(softmax_scale, head_dim) -> float:
         return head_dim ** -0.5
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real):
         raise TypeError(f"softmax_scale is {softmax_scale!r} of type {type(softmax_scale).__name__}; expected a number")
-    if not np.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale = {softmax_scale}; expected a finite number")
+    if not 0 <= softmax_scale < LARGEST_SOFTMAX_SCALE:
+        raise ValueError(f"softmax_scale = {softmax_scale}; expected a number from 0 to {LARGEST_SOFTMAX_SCALE:g}")
     return float(softmax_scale)
 
 
