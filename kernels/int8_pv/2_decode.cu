@@ -62,7 +62,7 @@ __device__ __forceinline__ int peak_of(int token) {
 // out [batch][queries][heads][partitions][HEAD_DIM], each partition normalized; stats the same without HEAD_DIM: the
 // largest score and the sum of powers of 2 relative to it. Of partitions beyond a sequence nothing is written.
 // Grid: partitions x (kv_heads * row tiles) x batch; block: warpSize x kWaves.
-extern "C" __global__ void __launch_bounds__(kWaves * MATRIX::Signed::map().lanes)
+extern "C" __global__ void __launch_bounds__(kWaves * MATRIX::Signed::map().lanes, HEAD_DIM <= 128 && PARTITION <= 256 ? 3 : 2)
 decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
        const void *v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
        const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
@@ -73,30 +73,31 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * warpSize + lane, threads = kWaves * warpSize;
   const int partition = blockIdx.x, head = blockIdx.y % kv_heads, batch = blockIdx.z, first = partition * PARTITION;
   const QueryRows rows = query_rows(queries, heads, kv_heads, head, batch, lengths, offsets);
-  if (first >= rows.length && partition > 0) return;
   const int count = max(0, min(PARTITION, rows.length - first)), first_row = blockIdx.y / kv_heads * kRows;
   const auto is_row = [&](int r) { return first_row + r < rows.count(); };
 
+  constexpr int kWaveRows = kRows / kWaves;
+  QueryRow queries_of_wave[kWaveRows];
+  unrolled<kWaveRows>([&](auto i) {
+    const int r = i.value * kWaves + wave;
+    load_query(queries_of_wave[i.value], is_row(r) ? q + rows.place(first_row + r) * HEAD_DIM : nullptr);
+  });
   for (int u = thread; u < kTokens / kUnit; u += threads)
-    shared.places[u] = find_places(block_tables + (size_t)batch * max_blocks, first + u * kUnit, first + count, block_size,
-                                   kv_heads, head);
-  for (int r = wave; r < kRows; r += kWaves) {
-    const size_t place = rows.place(first_row + r);
-    const float scale = quantize_query(is_row(r) ? q + place * HEAD_DIM : nullptr, shared.q[r], softmax_scale);
-    if (lane == 0) {
-      shared.row_place[r] = place, shared.q_scale[r] = scale;
-      shared.seen[r] = is_row(r) ? max(0, min(count, rows.seen(first_row + r) - first)) : 0;
-    }
-  }
+    shared.places[u] = find_places(block_tables + (size_t)batch * max_blocks, max_blocks, first + u * kUnit, first + count,
+                                   block_size, kv_heads, head);
+  if (count == 0 && partition > 0) return;
   __syncthreads();
 
-  // ---- every load: scales, K for this wave's tokens, V for its columns ----
+  // ---- every load, and nothing that waits for one: scales, K for this wave's tokens, V for its columns ----
 
-  for (int t = thread; t < kTokens; t += threads) {
+  constexpr int kThreadTokens = kTokens / (kWaves * MATRIX::Signed::map().lanes);
+  float k_scale[kThreadTokens], v_scale[kThreadTokens];
+  unrolled<kThreadTokens>([&](auto i) {
+    const int t = i.value * threads + thread;
     const long long place = shared.places[t / kUnit].token + t % kUnit;
-    shared.k_scale[t] = t < count ? k_scales[place] : 0.f;
-    shared.v_scale[t] = t < count ? v_scales[place] : 0.f;
-  }
+    k_scale[i.value] = t < count ? k_scales[place] : 0.f;
+    v_scale[i.value] = t < count ? v_scales[place] : 0.f;
+  });
   const int wave_token = wave * kWaveTokens;
   const auto read_keys = [&](Keys &keys, int tile) {
     unrolled<kTile / kKeys>([&](auto j) {
@@ -127,6 +128,22 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   Values early[kEarly] = {};
   unrolled<kEarly>([&](auto tile) { read_values(early[tile.value], tile.value); });
 
+  // ---- meanwhile, rows of Q become codes ----
+
+  unrolled<kWaveRows>([&](auto i) {
+    const int r = i.value * kWaves + wave;
+    const float scale = quantize_query(queries_of_wave[i.value], shared.q[r], softmax_scale);
+    if (lane == 0) {
+      shared.row_place[r] = rows.place(first_row + r), shared.q_scale[r] = scale;
+      shared.seen[r] = is_row(r) ? max(0, min(count, rows.seen(first_row + r) - first)) : 0;
+    }
+  });
+  unrolled<kThreadTokens>([&](auto i) {
+    const int t = i.value * threads + thread;
+    shared.k_scale[t] = k_scale[i.value], shared.v_scale[t] = v_scale[i.value];
+  });
+  __syncthreads();
+
   // ---- scores of this wave's tokens, and softmax over the partition ----
 
   uint32_t query[kQkParts][QK::Rows::vectors][kQkRun / 4];
@@ -139,8 +156,6 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   using Sums = typename QK::Sums;
   int row[Sums::vectors];  // that this lane has scores of
   unrolled<Sums::vectors>([&](auto v) { row[v.value] = Sums::template vector<v.value>(lane); });
-  __syncthreads();  // k_scale, v_scale
-
   float weight[kKeyTiles][4], top[Sums::vectors], total[Sums::vectors];
   unrolled<Sums::vectors>([&](auto v) { top[v.value] = kNone, total[v.value] = 0.f; });
   unrolled<kKeyTiles>([&](auto j) {

@@ -97,7 +97,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   const auto place = [&](int tile) {
     if (tile < end_tile && thread < kTile / kUnit)
       places[tile % 2][thread] =
-          find_places(block_table, tile * kTile + thread * kUnit, length, block_size, kv_heads, head);
+          find_places(block_table, max_blocks, tile * kTile + thread * kUnit, length, block_size, kv_heads, head);
   };
   const auto copy = [&](int tile) {
     Stage &stage = stages[tile % STAGES];
@@ -119,7 +119,8 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   int seen[Sums::vectors], row[Sums::vectors];
 #pragma unroll 1
   for (int r = 0; r < kRows; ++r) {
-    const float *values = wave_row + r < rows.count() ? q + rows.place(wave_row + r) * HEAD_DIM : nullptr;
+    QueryRow values;
+    load_query(values, wave_row + r < rows.count() ? q + rows.place(wave_row + r) * HEAD_DIM : nullptr);
     const float scale = quantize_query(values, codes[r], softmax_scale);
     unrolled<Sums::vectors>([&](auto v) {
       if (Sums::template vector<v.value>(lane) == r) q_scale[v.value] = scale;

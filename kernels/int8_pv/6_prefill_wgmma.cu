@@ -26,6 +26,7 @@ constexpr int kHalves = HEAD_DIM / 64;                   // of 64 columns of V
 constexpr int kStep = 32;                                // tokens or d of one instruction
 constexpr int kSteps = kTile / kStep;
 constexpr int kScales = kTile / kScaleTokens;
+constexpr int kInFlight = GROUPS == 3 && HEAD_DIM == 128 && kScales == 2 ? 1 : 2;  // products; where registers allow
 
 // Registers of a thread. A block has what it is launched with, 65536 / kThreads each, rounded down to a multiple of 8: what
 // the threads that attend take, those that copy must have given.
@@ -76,7 +77,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     // tile plus, or for swizzled bits xor, what the round adds.
     const auto find = [&](int tile) {
       const int token = tile * kTile + lane % 4 * kUnit;
-      return find_places(block_table, token, tile < end_tile ? length : 0, block_size, kv_heads, head);
+      return find_places(block_table, max_blocks, token, tile < end_tile ? length : 0, block_size, kv_heads, head);
     };
     constexpr int kChunks = HEAD_DIM / 16, kRoundTokens = 128 / kChunks, kRoundColumns = 128 / 4;
     const int copier = thread % 128, token = copier / kChunks, byte = copier % kChunks * 16, column = copier / 4;
@@ -120,7 +121,9 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   for (int r = 0; r < 16; ++r) {
     int8_t *codes = shared.codes[wave];
     const bool is_row = wave_row + r < rows.count();
-    const float scale = quantize_query(is_row ? q + rows.place(wave_row + r) * HEAD_DIM : nullptr, codes, softmax_scale);
+    QueryRow values;
+    load_query(values, is_row ? q + rows.place(wave_row + r) * HEAD_DIM : nullptr);
+    const float scale = quantize_query(values, codes, softmax_scale);
     __syncwarp();
     const int row = wave % 4 * 16 + r;
     for (int byte = 4 * lane; byte < HEAD_DIM; byte += 128)
@@ -251,33 +254,32 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       });
     });
 
-    // P V by halves of the columns and scales, two in flight.
+    // P V by halves of the columns and scales, kInFlight of them at a time.
     constexpr int kProducts = kScales * kHalves, kScaleSteps = kSteps / kScales;
-    int products[2][32];
+    int products[kInFlight][32];
     const auto start = [&](auto n) {
       constexpr int half = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
       wgmma_begin();
       unrolled<kScaleSteps>([&](auto i) {
         constexpr int step = scale * kScaleSteps + decltype(i)::value;
         const uint64_t values = wgmma_matrix<kTile>(v_address, half * 64 * kTile + step * kStep);
-        if constexpr (kPv == UINT8) wgmma_m64n64k32_u8s8_registers(products[n.value % 2], fragment[step], values, i.value > 0);
-        else wgmma_m64n64k32_s8_registers(products[n.value % 2], fragment[step], values, i.value > 0);
+        if constexpr (kPv == UINT8) wgmma_m64n64k32_u8s8_registers(products[n.value % kInFlight], fragment[step], values, i.value > 0);
+        else wgmma_m64n64k32_s8_registers(products[n.value % kInFlight], fragment[step], values, i.value > 0);
       });
       wgmma_commit();
     };
-    start(Index<0>{});
+    unrolled<kInFlight - 1>([&](auto n) { start(n); });
     unrolled<kProducts>([&](auto n) {
       constexpr int half = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
-      if constexpr (n.value + 1 < kProducts) {
-        start(Index<decltype(n)::value + 1>{});
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
+      constexpr int next = decltype(n)::value + kInFlight - 1;
+      if constexpr (next < kProducts) start(Index<next>{});
+      wgmma_wait<next < kProducts ? kInFlight - 1 : 0>();
+      if constexpr (n.value == kProducts - 1) {
         if (lane == 0) shared.empty[(tile - first_tile) % STAGES].arrive();
       }
       unrolled<32>([&](auto i) {
         output[half][i.value] =
-            fmaf(float(products[n.value % 2][i.value]), w_scale[scale][i.value / 2 % 2], output[half][i.value]);
+            fmaf(float(products[n.value % kInFlight][i.value]), w_scale[scale][i.value / 2 % 2], output[half][i.value]);
       });
     });
   };

@@ -104,11 +104,12 @@ __device__ __forceinline__ void widen(uint32_t *bf16, const uint32_t *codes, con
 // Where 16 neighbouring tokens of one KV head begin: in [block][kv_head][token], and in V's pages, both below 0 where
 // there are none.
 struct Places { long long token, value; };
-__device__ __forceinline__ Places find_places(const int *block_table, int token, int length, int block_size, int kv_heads,
-                                              int head) {
-  if (token >= length) return {-1, -1};
+__device__ __forceinline__ Places find_places(const int *block_table, int max_blocks, int token, int length,
+                                              int block_size, int kv_heads, int head) {
   const int block = token / block_size, offset = token - block * block_size;
-  const long long row = ((long long)block_table[block] * kv_heads + head) * block_size;
+  const int page = block < max_blocks ? block_table[block] : 0;  // on its way while the length still is
+  if (token >= length) return {-1, -1};
+  const long long row = ((long long)page * kv_heads + head) * block_size;
   return {row + offset, row * HEAD_DIM + offset};
 }
 
@@ -128,23 +129,26 @@ __device__ __forceinline__ QueryRows query_rows(int queries, int heads, int kv_h
   return {queries, heads, heads / kv_heads, head, batch, length, offsets ? offsets[batch] : length};
 }
 
-// A row of Q, by one wave: codes, and what an integer score is multiplied by besides the key's scale. Scores count in
-// powers of 2: softmax_scale has the factor log2(e).
-__device__ __forceinline__ float quantize_query(const float *q, int8_t *codes, float softmax_scale) {
-  constexpr int kValues = HEAD_DIM / 32;
-  float value[kValues], top = 0.f;
+// A row of Q, by one wave: its values, then codes, and what an integer score is multiplied by besides the key's scale.
+// Scores count in powers of 2: softmax_scale has the factor log2(e).
+using QueryRow = float[HEAD_DIM / 32];
+__device__ __forceinline__ void load_query(QueryRow &row, const float *q) {  // null: a row that is not there
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
+  for (int i = 0; i < HEAD_DIM / 32; ++i) {
     const int d = threadIdx.x + i * warpSize;
-    value[i] = q && d < HEAD_DIM ? q[d] : 0.f;
-    top = fmaxf(top, fabsf(value[i]));
+    row[i] = q && d < HEAD_DIM ? q[d] : 0.f;
   }
+}
+__device__ __forceinline__ float quantize_query(const QueryRow &row, int8_t *codes, float softmax_scale) {
+  float top = 0.f;
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 32; ++i) top = fmaxf(top, fabsf(row[i]));
   for (int flip = warpSize / 2; flip > 0; flip /= 2) top = fmaxf(top, __shfl_xor_sync(GPU_FULL_MASK, top, flip));
   const float scale = top / 127.f;
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
+  for (int i = 0; i < HEAD_DIM / 32; ++i) {
     const int d = threadIdx.x + i * warpSize;
-    if (d < HEAD_DIM) codes[d] = scale > 0.f ? (int8_t)rintf(fminf(fmaxf(value[i] / scale, -127.f), 127.f)) : 0;
+    if (d < HEAD_DIM) codes[d] = scale > 0.f ? (int8_t)rintf(fminf(fmaxf(row[i] / scale, -127.f), 127.f)) : 0;
   }
   return scale * softmax_scale;
 }
