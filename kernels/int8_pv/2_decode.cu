@@ -12,6 +12,12 @@
 //
 //   PARTITION   tokens of a partition, a multiple of 64
 //   TRACE       1: weights, their codes and the integer sums are written out too, for comparison with a model
+#include "gpu.h"
+#if !defined(SWAPPED) && GPU_CUDA  // few rows: mma takes 8 of them and 16 columns when swapped; the others are square
+#define SWAPPED 1
+#elif !defined(SWAPPED)
+#define SWAPPED 0
+#endif
 #include "attention.h"
 
 constexpr int kWaves = 4;

@@ -11,6 +11,12 @@
 //
 //   WAVES    of a block, 16 rows each
 //   STAGES   tiles in shared memory: one in use, the others under way
+#include "gpu.h"
+#if !defined(SWAPPED) && GPU_HAS_MFMA
+#define SWAPPED 1
+#elif !defined(SWAPPED)
+#define SWAPPED 0
+#endif
 #include "prefill.h"
 
 using Sums = QK::Sums;

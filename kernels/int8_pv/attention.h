@@ -3,8 +3,8 @@
 // Constants of a build:
 //   HEAD_DIM       values of a vector: 64, 96, 128 or 256
 //   PV             what P V multiplies, one of enum Pv
-//   SWAPPED        0: rows x cache, Q K^T and P V;  1: both transposed, cache x rows, K Q^T and V^T P^T
-//   MATRIX         mma, mfma or mmac; where it is left out, the target's own
+//   SWAPPED        0: rows x cache, Q K^T and P V;  1: both transposed, cache x rows, K Q^T and V^T P^T;
+//   MATRIX         mma, mfma or mmac; where these two are left out, the target's own
 //   SCALE_TOKENS   tokens under one scale of the weights: 32, one step, or a power of two above
 // and, for what the article found to be wrong:
 //   LOGICAL_GROUPS 1: scales are taken over tokens 0-31 and 32-63 of a tile instead of those that a step multiplies

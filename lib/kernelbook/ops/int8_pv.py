@@ -115,8 +115,16 @@ class Form:
 
 
 def sources() -> list[Source]:
-    """Every kernel of the family in every form, for static evidence."""
-    return [Source("int8_pv/1_quantize_kv.cu", {"HEAD_DIM": head_dim}) for head_dim in HEAD_DIMS]
+    """The kernels of the family for static evidence: the producer at every head_dim, the attention at 128 with P V in
+    INT8 and in BF16, on each target's own matrix instructions."""
+    size = {"HEAD_DIM": 128, "SCALE_TOKENS": 32, "READ": 16, "LOGICAL_GROUPS": 0, "COMMON_SCALE": 0}
+    forms = [size | {"PV": pv} for pv in ("INT8", "BF16")]
+    return [*(Source("int8_pv/1_quantize_kv.cu", {"HEAD_DIM": head_dim}) for head_dim in HEAD_DIMS),
+            *(Source("int8_pv/2_decode.cu", form | {"PARTITION": 256, "TRACE": 0}) for form in forms),
+            *(Source("int8_pv/3_prefill.cu", form | {"WAVES": 8, "STAGES": 3}) for form in forms),
+            Source("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": 128, "SLICES": 8}),
+            Source("int8_pv/5_dequantize_v.cu"),
+            Source("int8_pv/6_prefill_wgmma.cu", forms[0] | {"SWAPPED": 0, "GROUPS": 3, "STAGES": 4})]
 
 
 def on_device(backend: Backend, cache: PagedCache) -> PagedCache:
