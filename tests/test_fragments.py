@@ -48,16 +48,19 @@ EIGHT_BIT_B = nvidia(lambda g, t, e: (4 * t + (e & 3) + 16 * (e >> 2), g))
 NVIDIA_D = nvidia(lambda g, t, e: (g + 8 * (e >> 1), 2 * t + (e & 1)))
 AMD_A = lambda l, e: (l & 15, 8 * (l >> 4) + e)  # noqa: E731
 AMD_B = lambda l, e: (8 * (l >> 4) + e, l & 15)  # noqa: E731
-AMD_D = lambda l, e: (4 * (l >> 4) + e, l & 15)  # noqa: E731
+AMD_16_A = lambda l, e: (l & 15, 4 * (l >> 4) + e)  # noqa: E731
+AMD_16_B = AMD_D = lambda l, e: (4 * (l >> 4) + e, l & 15)
+MMAC_D = lambda l, e: (l & 15, (l >> 4) + 4 * e)  # noqa: E731
 FORMULAS = {
     "mma_m16n8k32_s8": (EIGHT_BIT_A, EIGHT_BIT_B, NVIDIA_D),
     "mma_m16n8k32_u8s8": (EIGHT_BIT_A, EIGHT_BIT_B, NVIDIA_D),
+    "mma_m16n8k32_s8u8": (EIGHT_BIT_A, EIGHT_BIT_B, NVIDIA_D),
     "mma_m16n8k16_bf16": (nvidia(lambda g, t, e: (g + 8 * (e >> 1 & 1), 2 * t + (e & 1) + 8 * (e >> 2))),
                           nvidia(lambda g, t, e: (2 * t + (e & 1) + 8 * (e >> 1), g)), NVIDIA_D),
     "mfma_i32_16x16x32_i8": (AMD_A, AMD_B, AMD_D),
-    "mmac_i32_16x16x32_i8": (AMD_A, AMD_B, lambda l, e: (l & 15, (l >> 4) + 4 * e)),
-    "mfma_f32_16x16x16_bf16": (lambda l, e: (l & 15, 4 * (l >> 4) + e), lambda l, e: (4 * (l >> 4) + e, l & 15),
-                               AMD_D),
+    "mmac_i32_16x16x32_i8": (AMD_A, AMD_B, MMAC_D),
+    "mfma_f32_16x16x16_bf16": (AMD_16_A, AMD_16_B, AMD_D),
+    "mmac_f32_16x16x16_bf16": (AMD_16_A, AMD_16_B, MMAC_D),
 }
 
 
@@ -75,10 +78,12 @@ def product(instruction, a, b):
     return instruction.D.pack(A @ B)
 
 
-def test_mmac_is_mfma_with_operands_swapped_and_rows_permuted():
+@pytest.mark.parametrize("shape", ["i32_16x16x32_i8", "f32_16x16x16_bf16"])
+def test_mmac_is_mfma_with_operands_swapped_and_rows_permuted(shape):
+    """Small numbers as the 16 bits of bf16: a map moves elements and does not care what they stand for."""
     rng = np.random.default_rng(0)
-    mmac, mfma = INSTRUCTIONS["mmac_i32_16x16x32_i8"], INSTRUCTIONS["mfma_i32_16x16x32_i8"]
-    A, B = rng.integers(-128, 128, (16, 32)), rng.integers(-128, 128, (32, 16))
+    mmac, mfma = INSTRUCTIONS[f"mmac_{shape}"], INSTRUCTIONS[f"mfma_{shape}"]
+    A, B = rng.integers(0, 128, (16, mmac.K)), rng.integers(0, 128, (mmac.K, 16))
     r = np.arange(16)
     permuted = B[:, r // 4 + 4 * (r % 4)]
     swapped = product(mfma, mfma.A.pack(permuted.T), mfma.B.pack(A.T))
@@ -252,6 +257,8 @@ def test_tokens_that_cannot_be_are_refused():
         Tokens(mma, 16, "D")
     with pytest.raises(ValueError, match="operand A of mma_m16n8k32_u8s8 is unsigned"):
         Tokens(mma, 16, "A")
+    with pytest.raises(ValueError, match="operand B of mma_m16n8k32_s8u8 is unsigned"):
+        Tokens(INSTRUCTIONS["mma_m16n8k32_s8u8"])
 
 
 KERNEL = """

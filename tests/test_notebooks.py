@@ -11,6 +11,7 @@ from bs4 import BeautifulSoup
 
 from kernelbook import claims, notebooks, records, report, runner, shapes
 from kernelbook.experiments import grouped_gemm as study
+from kernelbook.experiments import int8_pv
 from kernelbook.ops import grouped_gemm as op
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the run that serves them all
@@ -107,6 +108,44 @@ def test_run_of_1_grouped_gemm(run):
             if simulated and records.is_performance(m["metric"]) and m["value"] is not None and not m["host"]] == []
 
 
+def test_run_of_3_int8_pv(run):
+    document = record(run, "3_int8_pv")
+    simulated = document["environment"]["simulated"]
+    verdicts = {v["claim"]: v for v in document["verdicts"]}
+    assert list(verdicts) == [claim.id for claim in claims.of_notebook("3_int8_pv")] and len(verdicts) == 16
+
+    # what does not depend on the machine holds on every machine
+    for claim in ("P01", "P02", "P03", "P04", "P06", "P16"):
+        assert verdicts[claim]["verdict"] == "reproduced", verdicts[claim]["evidence"]
+    for claim in ("P07", "P09", "P14"):
+        assert verdicts[claim]["verdict"] in ("reproduced", "direction holds"), verdicts[claim]["evidence"]
+    assert verdicts["P05"]["verdict"] in ("reproduced", "not testable here"), verdicts["P05"]["evidence"]
+    assert verdicts["P15"]["verdict"] == "not testable here"
+    for claim in claims.of_notebook("3_int8_pv"):
+        if claim.kind == "speed":
+            assert (verdicts[claim.id]["verdict"] == "not testable here") == simulated
+
+    # the device's own lane map, and gfx936's in the simulator
+    kernels = [m for m in document["measurements"] if m["kernel"] == "int8_pv"]
+    assert {m["case"]["matrix"] for m in kernels if m["case"].get("experiment") == "wrong groups"} == {"mma", "mmac"}
+    for metric in ("integer_sums_wrong", "tokens_multiplied_elsewhere", "pairs_quantized_otherwise"):
+        assert set(values(document, metric)) == {0}, metric
+    assert values(document, "largest_step_sum") == [32 * 127 * 127]
+    assert [n > 0 for m in ("mma", "mmac") for n in (found["value"] for found in kernels if
+            found["metric"] == "checks_failed" and found["case"].get("matrix") == m)] == 2 * [False, True, True, True]
+
+    # wrong are the kernels that are wrong on purpose, and by far
+    wrong = [m for m in kernels if m["status"] == "wrong_result"]
+    assert all(m["case"].get("grouping") == "logical" or m["case"].get("read") == 8 for m in wrong)
+    errors = {status: [m["value"] for m in kernels if m["status"] == status and m["metric"] == "relative_frobenius"]
+              for status in ("passed", "wrong_result")}
+    assert len(errors["passed"]) > 20 and max(errors["passed"]) < 0.03 < 0.1 < min(errors["wrong_result"])
+    at_4096 = [m["value"] for m in kernels if m["metric"] == "rms" and m["variant"] == "2_decode_int8"
+               and (m["case"]["history"], m["case"].get("reference")) == (4096, int8_pv.REFERENCES[0])]
+    assert len(at_4096) == 1 and 2e-4 < at_4096[0] < 2.6e-4
+    assert [m for m in kernels if simulated and records.is_performance(m["metric"]) and m["value"] is not None] == []
+
+
 @pytest.mark.parametrize("override, message", [
     ("selftest_rows=[1, 0]", "selftest_rows: 0; expected 1 to 4096"), ("layers=[30]", "layers: 30; expected 0 to 29")])
 def test_a_value_that_nothing_can_use_ends_the_run_before_anything_is_measured(tmp_path, override, message):
@@ -136,7 +175,7 @@ def test_the_index_leads_to_every_verdict(run):
         assert verdicts[claim]["verdict"] in row.text and verdicts[claim]["measured"] in row.text
 
 
-@pytest.mark.parametrize("name", ["index.html", "0_machine.html", "1_grouped_gemm.html"])
+@pytest.mark.parametrize("name", ["index.html", "0_machine.html", "1_grouped_gemm.html", "3_int8_pv.html"])
 def test_no_page_loads_anything_and_every_link_leads_somewhere(run, name):
     soup = page(run, name)
     assert soup.find_all(["script", "iframe", "object", "embed", "link", "base"]) == []

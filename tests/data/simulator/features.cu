@@ -137,6 +137,29 @@ extern "C" __global__ void vectors(const float4 *x, const char4 *codes, float4 *
 }
 GPU_KERNEL(vectors)
 
+extern "C" __global__ void approximations(const float *x, float *powers, float *quotients) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  powers[i] = fast_exp2(x[i]);
+  quotients[i] = __fdividef(x[i], x[i ^ 1]);
+}
+GPU_KERNEL(approximations)
+
+extern "C" __global__ void copies(const uint4 *x, uint4 *out, int there) {  // nothing is read where nothing is there
+  __shared__ uint4 tile[2][64];
+  const int t = threadIdx.x;
+  for (int i = 0; i < 2; ++i) {
+    copy_async(&tile[i][t], x + 64 * i + t, 64 * i + t < there);
+    copy_commit();
+  }
+  copy_wait<1>();
+  __syncthreads();
+  out[t] = tile[0][63 - t];
+  copy_wait<0>();
+  __syncthreads();
+  out[64 + t] = tile[1][63 - t];
+}
+GPU_KERNEL(copies)
+
 extern "C" __global__ void tickets(int *ticket, int *counter) {  // in which order threads run
   ticket[blockIdx.x * blockDim.x + threadIdx.x] = atomicAdd(counter, 1);
 }

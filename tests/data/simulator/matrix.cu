@@ -9,6 +9,7 @@
   GPU_KERNEL(name##_tile)
 MMA(mma_m16n8k32_s8, int)
 MMA(mma_m16n8k32_u8s8, int)
+MMA(mma_m16n8k32_s8u8, int)
 MMA(mma_m16n8k16_bf16, float)
 
 #define MFMA(name, T)                                                                                 \
@@ -20,6 +21,7 @@ MMA(mma_m16n8k16_bf16, float)
 MFMA(mfma_i32_16x16x32_i8, int)
 MFMA(mmac_i32_16x16x32_i8, int)
 MFMA(mfma_f32_16x16x16_bf16, float)
+MFMA(mmac_f32_16x16x16_bf16, float)
 
 extern "C" __global__ void lane_left(const uint32_t *a, const uint32_t *b, int *d, int first) {
   if ((int)threadIdx.x < first) return;
