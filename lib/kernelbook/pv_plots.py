@@ -197,11 +197,11 @@ def forms(rows: Sequence[dict], base: str, what: str) -> Figure:
 
 
 def peers(rows: Sequence[dict]) -> Figure:
-    """Cold times of our kernels and of others' on the same problems, a panel a case. rows: of
+    """Times of our kernels and of others' on the same problems, decode cold and prefill warm, a panel a case. rows: of
     experiments.int8_pv_speed.beside_peers."""
     cases: dict[str, list[dict]] = {}
     for row in rows:
-        if row["cache"] == "cold":
+        if row["cache"] == ("cold" if row["phase"] == "decode" else "warm"):
             queries = f"{row['queries']} queries, " if row["queries"] > 1 else ""
             name = (f"{row['phase']}, {queries}{row['history'] // 1024}K\nbatch {row['batch']}, "
                     f"{row['heads']}/{row['kv_heads']} x {row['head_dim']}")
@@ -220,10 +220,10 @@ def peers(rows: Sequence[dict]) -> Figure:
             ax.tick_params(axis="y", labelsize=7)
             ax.grid(axis="y", visible=False)
         _hide_rest(axes, len(cases))
-        axes[0].figure.supxlabel("us a call, cold", fontsize=8)
+        axes[0].figure.supxlabel("us a call, decode cold, prefill warm", fontsize=8)
         axes[0].figure.legend(handles=[Patch(fc=_COLOURS[0], label="ours"), Patch(fc=_COLOURS[1], label="peers")],
                               loc="outside upper right", ncols=2, fontsize=8)
 
     ahead = sum(not min(part, key=lambda row: row["us"])["peer"] for part in cases.values())
-    return _figure(draw, f"Cold times of our kernels and others' on {len(cases)} problems; ours is the fastest on "
+    return _figure(draw, f"Times of our kernels and others' on {len(cases)} problems; ours is the fastest on "
                    f"{ahead}.", **_grid(len(cases), across=3))

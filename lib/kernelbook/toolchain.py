@@ -78,8 +78,8 @@ def nvrtc_compile(source: Source, arch: str, extra_options: Iterable[str] = ()) 
     if not re.fullmatch(r"\d+[af]?", arch) or int(arch.rstrip("af")) not in known:
         raise ValueError(f"NVRTC {version} has no architecture {arch!r}; it has "
                          f"{', '.join(map(str, known))}, some with the suffix 'a'")
-    options = [f"--gpu-architecture=sm_{arch}", "--std=c++20", "--device-as-default-execution-space", "--generate-line-info",
-               "--ptxas-options=-v",
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++20", "--device-as-default-execution-space",
+               "--generate-line-info", "--ptxas-options=-v",
                *(f"--include-path={folder}" for folder in _cuda_includes()), *source.flags, *extra_options]
 
     def build() -> tuple[bytes, bytes]:

@@ -64,14 +64,12 @@ class Form:
     def __post_init__(self):
         for name, known in (("pv", PV), ("matrix", (None, *MATRIX)), ("grouping", ("fragment", "logical")),
                             ("read", (8, 16)), ("scale_tokens", (32, 64, 128, 256, 512, 1024)),
-                            ("partition", (128, 256, 512, 1024))):
-            if (getattr(self, name), type(getattr(self, name))) not in [(value, type(value)) for value in known]:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
-        for name, known in (("swapped", (None, False, True)), ("common_scale", (False, True)), ("trace", (False, True))):
-            if not any(getattr(self, name) is value for value in known):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
+                            ("partition", (128, 256, 512, 1024)), ("swapped", (None, False, True)),
+                            ("common_scale", (False, True)), ("trace", (False, True))):
+            _check_known(name, getattr(self, name), known)
         if self.scale_tokens > self.partition:
-            raise ValueError(f"scale_tokens = {self.scale_tokens}; a scale covers at most a partition, {self.partition}")
+            raise ValueError(f"scale_tokens = {self.scale_tokens}; a scale covers at most a partition, "
+                             f"{self.partition}")
         if self.grouping == "logical" and self.scale_tokens != 32:
             raise ValueError(f"grouping 'logical' with scale_tokens = {self.scale_tokens}; it is another cut into 32")
         if not self.is_integer and (self.scale_tokens, self.grouping, self.common_scale) != (32, "fragment", False):
@@ -112,6 +110,12 @@ class Form:
         return chosen | {"HEAD_DIM": head_dim, "PV": self.pv.upper(), "SWAPPED": self.swapped, "READ": self.read,
                          "SCALE_TOKENS": self.scale_tokens, "LOGICAL_GROUPS": self.grouping == "logical",
                          "COMMON_SCALE": self.common_scale}
+
+
+def _check_known(name, value, known):
+    """ValueError where `value` is none of `known`, of the same type."""
+    if not any(value == one and type(value) is type(one) for one in known):
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(str, known))}")
 
 
 def sources() -> list[Source]:
@@ -303,8 +307,7 @@ class Attention:
             raise ValueError(f"wgmma = {wgmma}: {no_wgmma}")
         wgmma = no_wgmma is None if wgmma is None else bool(wgmma)
         known_waves = PREFILL_WAVES[:3] if wgmma else PREFILL_WAVES
-        if waves is not None and (waves not in known_waves or not isinstance(waves, int)):
-            raise ValueError(f"waves = {waves!r}; expected one of {', '.join(map(str, known_waves))}")
+        _check_known("waves", waves, (None, *known_waves))
         if splits is not None:
             check_count("splits", splits)
         if rows == 0:
@@ -331,9 +334,10 @@ class Attention:
         args = [q, cache.k_codes, cache.k_scales, self.value_pages, cache.v_scales, cache.block_tables, cache.lengths,
                 offsets, parts, stats, *map(np.int32, (queries, heads, cache.kv_heads, splits, cache.block_size,
                                                        cache.block_tables.shape[1])), np.float32(scale)]
+        grid, block = (row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves + 4 * wgmma, 1)
 
         def launch():
-            kernel((row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves + 4 * wgmma, 1), args, shared)
+            kernel(grid, block, args, shared)
             if splits > 1:
                 merge()
             return out
@@ -370,7 +374,8 @@ class Attention:
         offsets = None
         if causal_offset is not None:
             # beyond these, every token or none is seen, and the kernels' integers stay far from their ends
-            offsets = np.clip(_offsets(causal_offset, cache), -queries - 1, cache.block_tables.shape[1] * cache.block_size)
+            capacity = cache.block_tables.shape[1] * cache.block_size
+            offsets = np.clip(_offsets(causal_offset, cache), -queries - 1, capacity)
             offsets = backend.array(offsets.astype(np.int32))
         return queries, heads, scale * np.log2(np.e), offsets, out
 
@@ -421,7 +426,7 @@ def choose_splits(blocks: int, tiles: int, multiprocessors: int) -> int:
 def _choose_waves(kv_rows: int, head_dim: int) -> int:
     """Waves of a prefill block: as many as the rows need, and as registers allow."""
     most = 12 if head_dim <= 128 else 8
-    return next((w for w in PREFILL_WAVES if w * PREFILL_ROWS >= kv_rows or w == most))
+    return next(w for w in PREFILL_WAVES if w * PREFILL_ROWS >= kv_rows or w == most)
 
 
 def _no_wgmma(form: Form, backend: Backend, head_dim: int) -> str | None:
@@ -437,8 +442,8 @@ def _prefill_form(form: Form, swapped: bool | None) -> Form:
     """The form with the orientation in which prefill's scores stay in registers."""
     chained = form.matrix == "mfma"
     if swapped not in (None, chained):
-        raise ValueError(f"swapped = {swapped} with matrix {form.matrix!r}: prefill keeps its scores in registers, which "
-                         f"takes swapped = {chained}")
+        raise ValueError(f"swapped = {swapped} with matrix {form.matrix!r}: prefill keeps its scores in registers, "
+                         f"which takes swapped = {chained}")
     if form.scale_tokens > TILE or form.grouping != "fragment" or form.read != 16 or form.common_scale or form.trace:
         raise ValueError(f"prefill has no form {form}; scale_tokens is 32 or 64, and grouping, read, common_scale and "
                          "trace are decode's")
