@@ -131,6 +131,27 @@ def test_check_names_what_is_wrong(kind, words, change):
         change(quantized()).check()
 
 
+def test_codes_that_are_elsewhere_need_not_be_looked_at():
+    """On a device, codes are not worth the copy; everything else is checked as ever."""
+    cache = quantized()
+    cache.k_codes[cache.block_tables[0, 0], 0, 0, 0] = kv_cache.STALE_CODE
+    with pytest.raises(ValueError, match="k_codes has the code -128 at token 0"):
+        cache.check()
+    assert cache.check(codes=False) is cache
+
+    class Elsewhere:
+        def __init__(self, shape):
+            self.shape = shape
+
+    away = replace(cache, k_codes=Elsewhere(cache.k_codes.shape), v_codes=Elsewhere(cache.v_codes.shape))
+    away.check(codes=False)
+    with pytest.raises(ValueError, match=r"v_codes has shape \(1, 2, 64, 16\)"):
+        replace(away, v_codes=Elsewhere((1, 2, 64, 16))).check(codes=False)
+    cache.v_scales[cache.block_tables[0, 0], 1, 3] = np.inf
+    with pytest.raises(ValueError, match="of token 3 and KV head 1 of sequence 0, is inf"):
+        away.check(codes=False)
+
+
 def test_bad_input_to_quantize():
     keys, values = sequences()
     broken = [v.copy() for v in values]

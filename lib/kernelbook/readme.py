@@ -73,6 +73,86 @@ def kernels(results: dict) -> str:
                  cell=lambda m: f"{m['value']:.0%}", corner="of the read ceiling")
 
 
+ATTENTION = {"2_decode_int8": "2 INT8 P V", "2_decode_bf16": "2 BF16 P V", "3_prefill_int8": "3 INT8 P V",
+             "3_prefill_bf16": "3 BF16 P V", "6_prefill_wgmma_int8": "6 wgmma", "6_prefill_wgmma_int8_64":
+             "6 wgmma, a scale for 64", "sdpa_bf16": "SDPA bf16", "fa3_bf16": "FA3 bf16", "fa3_fp8": "FA3 fp8",
+             "flashinfer_bf16": "FlashInfer bf16", "sage_int8": "SageAttention"}
+"""Variants of attention as the tables call them, ours first; peers read caches of 16 bits, fp8 of 8."""
+
+
+def _attention(results: dict, **case) -> list[dict]:
+    """Times beside peers: decode cold, prefill warm."""
+    found = select(results[DEVICE]["3_int8_pv"], metric="time_us", kernel="int8_pv",
+                   case={"experiment": "peers"} | case)
+    order = list(ATTENTION)
+    return sorted((m for m in found if m["value"] is not None and m["variant"] in order
+                   and m["cache"] == ("cold" if m["case"]["queries"] == 1 else "warm")),
+                  key=lambda m: order.index(m["variant"]))
+
+
+def _attention_case(m: dict) -> str:
+    c = m["case"]
+    what = "decode" if c["queries"] == 1 else f"{c['queries']} queries"
+    return f"{what}, {c['history'] // 1024}K, batch {c['batch']}, {c['heads']}/{c['kv_heads']} x {c['head_dim']}"
+
+
+def _attention_table(found: list[dict], decode: bool) -> str:
+    return pivot((m for m in found if (m["case"]["queries"] == 1) is decode), row=_attention_case,
+                 column=lambda m: ATTENTION[m["variant"]], cell=lambda m: f"{m['value']:.3g}", corner="us")
+
+
+@table("attention_decode")
+def attention_decode(results: dict) -> str:
+    return _attention_table(_attention(results), decode=True)
+
+
+@table("attention_prefill")
+def attention_prefill(results: dict) -> str:
+    return _attention_table(_attention(results), decode=False)
+
+
+@table("attention_standing")
+def attention_standing(results: dict) -> str:
+    """In words, how our fastest kernel on INT8 stands against the best peer, decode and prefill apart."""
+    sentences = []
+    for what, decode in (("decode", True), ("prefill", False)):
+        cases: dict[str, list[dict]] = {}
+        for m in _attention(results):
+            if (m["case"]["queries"] == 1) is decode:
+                cases.setdefault(_attention_case(m), []).append(m)
+        ratios = [min(m["value"] for m in case if "int8" in m["variant"] and m["variant"][0].isdigit())
+                  / min(m["value"] for m in case if not m["variant"][0].isdigit()) for case in cases.values()]
+        sentences.append(f"In {what} the fastest of our INT8 kernels takes {min(ratios):.2g} to {max(ratios):.2g} "
+                         f"times the time of the best peer, and is behind it on {sum(r > 1 for r in ratios)} of "
+                         f"{len(ratios)} cases.")
+    return " ".join(sentences) + "\n"
+
+
+@table("attention")
+def attention(results: dict) -> str:
+    """Our kernels alone, on the heads that most figures are about."""
+    found = [m for m in _attention(results, heads=24, kv_heads=4, head_dim=128) if m["variant"][0].isdigit()]
+    return pivot(found, row=lambda m: ATTENTION[m["variant"]],
+                 column=lambda m: _attention_case(m).removesuffix(", 24/4 x 128"),
+                 cell=lambda m: f"{m['value']:.3g}", corner="us")
+
+
+@table("gain")
+def gain(results: dict) -> str:
+    """BF16 P V's time over INT8's, in the same decode kernel, cold."""
+    found = select(results[DEVICE]["3_int8_pv"], metric="time_us", cache="cold", case={"experiment": "decode speed"})
+    times = {(m["variant"], _attention_setting(m), m["case"]["history"]): m["value"] for m in found if m["value"]}
+    ratios = [m | {"value": times["2_decode_bf16", _attention_setting(m), m["case"]["history"]] / m["value"]}
+              for m in found if m["variant"] == "2_decode_int8" and m["value"]]
+    return pivot(ratios, row=_attention_setting, column=lambda m: f"{m['case']['history'] // 1024}K",
+                 cell=lambda m: f"{m['value']:.2f}x", corner="BF16 / INT8 P V")
+
+
+def _attention_setting(m: dict) -> str:
+    c = m["case"]
+    return f"batch {c['batch']}, {c['heads']}/{c['kv_heads']} x {c['head_dim']}"
+
+
 @table("verdicts")
 def verdicts(results: dict) -> str:
     lines = ["| claim | verdict | measured |", "| --- | --- | --- |"]

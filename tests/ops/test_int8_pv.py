@@ -5,6 +5,7 @@ import pytest
 
 from kernelbook import kv_cache
 from kernelbook.backends.cpu import CpuBackend
+from kernelbook.backends.source import KERNELS
 from kernelbook.ops import int8_pv as op
 
 
@@ -248,4 +249,7 @@ def test_bad_input_to_the_reference():
 # ---- sources
 
 def test_every_form_of_every_kernel_is_a_source():
-    assert {s.defines["HEAD_DIM"] for s in op.sources()} == set(kv_cache.HEAD_DIMS)
+    files = {s.path for s in op.sources()}
+    assert files == {str(f.relative_to(KERNELS)) for f in (KERNELS / "int8_pv").glob("*.cu")}
+    producers = [s for s in op.sources() if "quantize_kv" in s.path]
+    assert {s.defines["HEAD_DIM"] for s in producers} == set(kv_cache.HEAD_DIMS)

@@ -523,7 +523,7 @@ def test_prefill_chooses_waves_and_splits(backend, case):
     q, cache = case.problem()
     seen = {"causal_offset": cache.lengths - case.queries}
     given, attention = run(backend, case.form, q, cache, "prefill", **seen, **case.how)
-    chosen = launched(backend, attention, q, "prefill", **seen)
+    chosen = launched(backend, attention, q, "prefill", **seen, wgmma=case.how.get("wgmma"))  # which groups otherwise
     assert np.allclose(chosen, given, rtol=0, atol=2e-3)
     assert_right(chosen, q, cache, of_prefill(case.form), **seen)
 
@@ -722,8 +722,8 @@ def test_bad_prefills(backend, refuses):
         attention = op.Attention(backend, cache, form)
         return lambda: attention.prefill(device, **how)
 
-    refuses(ValueError, "waves = 5; expected one of 4, 8, 12, 16", call(waves=5))
-    refuses(ValueError, "waves = 4.0", call(waves=4.0))
+    refuses(ValueError, "waves is 5; expected one of None, 4, 8, 12", call(waves=5))
+    refuses(ValueError, "waves is 4.0", call(waves=4.0))
     refuses(ValueError, "splits = 0; expected at least 1", call(splits=0))
     refuses(TypeError, "splits is 1.5 of type float", call(splits=1.5))
     if getattr(backend, "arch", None) != "90a":
@@ -762,13 +762,16 @@ def decode_source(matrix, head_dim, pv="int8"):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("matrix", [pytest.param("mma", marks=nvidia), pytest.param("mfma", marks=amd)])
 def test_decode_builds_everywhere_without_spills_and_loads_v_16_bytes_at_once(matrix, head_dim):
-    """Loads of 16 bytes a lane: of K and V the codes of a partition, all in one go; of V 16 neighbouring tokens."""
+    """Loads of 16 bytes a lane: of K and V the codes of a partition, all in one go; of V 16 neighbouring tokens.
+    Registers are capped so that three blocks share a multiprocessor, which may cost other NVIDIA targets than Hopper a
+    few values, once each."""
     rows = toolchain.evidence(decode_source(matrix, head_dim), TARGETS[matrix])
     assert [row["target"] for row in rows] == TARGETS[matrix]
     bytes_of_codes = 256 * head_dim  # of K, and again of V
     lanes = 4 * WAVE[matrix]
     for row in rows:
-        assert (row["spill_bytes"], row["stack_bytes"]) == (0, 0), row
+        few = 16 if row["target"] in ("sm_80", "sm_120") and head_dim == 128 else 0
+        assert row["spill_bytes"] <= few and row["stack_bytes"] <= few, row
         assert row["global_loads"]["128"] == 2 * bytes_of_codes / 16 / lanes, row["target"]
         assert not {"8", "16", "64"} & set(row["global_loads"]), row["target"]
 
