@@ -163,6 +163,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     });
     wgmma_commit();
     wgmma_wait<0>();
+    wgmma_arrived(sums);
 
     // Scores of row v by step s and place 4 h + b in the fragment.
     float weight[2][kSteps][8];
@@ -274,6 +275,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       constexpr int next = decltype(n)::value + kInFlight - 1;
       if constexpr (next < kProducts) start(Index<next>{});
       wgmma_wait<next < kProducts ? kInFlight - 1 : 0>();
+      wgmma_arrived(products[n.value % kInFlight]);
       if constexpr (n.value == kProducts - 1) {
         if (lane == 0) shared.empty[(tile - first_tile) % STAGES].arrive();
       }
