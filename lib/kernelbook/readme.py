@@ -1,4 +1,4 @@
-"""The README's tables and picture, drawn from the committed records of real devices."""
+"""The tables and the picture of the README pages, drawn from the committed records of real devices."""
 
 from kernelbook import plots, records, tables
 from kernelbook.measure import Timing
@@ -6,7 +6,7 @@ from kernelbook.tables import RESULTS, pivot, select, table
 
 DEVICE = "nvidia-h200"
 PICTURE = "grouped_gemm.svg"
-PAGES = ("README.md", "kernels/README.md")
+PAGES = ("README.md", "kernels/README.md", "results/README.md")
 
 NAMES = {"cublas_bf16": "cuBLAS bf16", "tinygemm_int4": "tinygemm W4", "humming_int8": "Humming W8",
          "humming_int4": "Humming W4", "1_int8_activations": "1 int8 activations",
