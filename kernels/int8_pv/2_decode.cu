@@ -82,16 +82,28 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   const int count = max(0, min(PARTITION, rows.length - first)), first_row = blockIdx.y / kv_heads * kRows;
   const auto is_row = [&](int r) { return first_row + r < rows.count(); };
 
+  if (count == 0) {  // of a sequence of length 0, the first partition says that there is nothing
+    for (int i = thread; partition == 0 && i < kRows * HEAD_DIM; i += threads)
+      if (is_row(i / HEAD_DIM)) {
+        const size_t row = rows.place(first_row + i / HEAD_DIM) * gridDim.x;
+        out[row * HEAD_DIM + i % HEAD_DIM] = 0.f;
+        if (i % HEAD_DIM == 0) stats[row] = make_float2(kNone, 0.f);
+      }
+    return;
+  }
+
   constexpr int kWaveRows = kRows / kWaves;
   QueryRow queries_of_wave[kWaveRows];
   unrolled<kWaveRows>([&](auto i) {
     const int r = i.value * kWaves + wave;
     load_query(queries_of_wave[i.value], is_row(r) ? q + rows.place(first_row + r) * HEAD_DIM : nullptr);
   });
-  for (int u = thread; u < kTokens / kUnit; u += threads)
-    shared.places[u] = find_places(block_tables + (size_t)batch * max_blocks, max_blocks, first + u * kUnit, first + count,
-                                   block_size, kv_heads, head);
-  if (count == 0 && partition > 0) return;
+  for (int u = thread; u < kTokens / kUnit; u += threads) {
+    const Places places = find_places(block_tables + (size_t)batch * max_blocks, max_blocks, first + u * kUnit,
+                                      first + count, block_size, kv_heads, head);
+    // Where there is nothing, the first page is read in its place, whatever it holds: no branch, and weights of 0.
+    shared.places[u] = {max(places.token, 0ll), max(places.value, 0ll)};
+  }
   __syncthreads();
 
   // ---- every load, and nothing that waits for one: scales, K for this wave's tokens, V for its columns ----
@@ -107,31 +119,31 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   const int wave_token = wave * kWaveTokens;
   const auto read_keys = [&](Keys &keys, int tile) {
     unrolled<kTile / kKeys>([&](auto j) {
+      const int unit = (wave_token + tile * kTile + j.value * kKeys) / kUnit;
+      const int8_t *unit_keys = k_codes + shared.places[unit].token * HEAD_DIM + QK::Cache::part_of(lane) * kQkRun;
       unrolled<QK::Cache::vectors>([&](auto v) {
-        const int token = wave_token + tile * kTile + j.value * kKeys + QK::Cache::template vector<v.value>(lane);
-        if (token >= count) return;
-        const int8_t *key = k_codes + (shared.places[token / kUnit].token + token % kUnit) * HEAD_DIM +
-                            QK::Cache::part_of(lane) * kQkRun;
-        unrolled<kQkParts>([&](auto p) { read_run<kQkRun>(keys[j.value][p.value][v.value], key + p.value * kQkPart); });
+        const int token = j.value * kKeys % kUnit + QK::Cache::template vector<v.value>(lane);
+        unrolled<kQkParts>([&](auto p) {
+          read_run<kQkRun>(keys[j.value][p.value][v.value], unit_keys + token * HEAD_DIM + p.value * kQkPart);
+        });
       });
     });
   };
-  Keys keys = {};
+  Keys keys;
   read_keys(keys, 0);
   const auto read_values = [&](Values &values, int tile) {
-    const long long first_value = shared.places[tile * (kTile / kUnit) + PxV::Cache::part_of(lane)].value;
+    const char *unit_values = static_cast<const char *>(v_pages) +
+                              shared.places[tile * (kTile / kUnit) + PxV::Cache::part_of(lane)].value * kValueBytes;
     unrolled<kWaveColumns>([&](auto n) {
+      const int first_column = min(n.value * kWaves + wave, kColumnTiles - 1) * kColumns;
       unrolled<PxV::Cache::vectors>([&](auto v) {
-        const int tile_of_columns = n.value * kWaves + wave;
-        const int column = tile_of_columns * kColumns + PxV::Cache::template vector<v.value>(lane);
-        const long long place = first_value + (unsigned)(column * block_size);
-        if (first_value >= 0 && tile_of_columns < kColumnTiles)
-          read_run<kUnit * kValueBytes * READ / 16>(values[n.value][v.value],
-                                                    static_cast<const char *>(v_pages) + place * kValueBytes);
+        const unsigned place = (first_column + PxV::Cache::template vector<v.value>(lane)) * block_size;
+        if constexpr (READ < 16) unrolled<kValueWords>([&](auto w) { values[n.value][v.value][w.value] = 0; });
+        read_run<kUnit * kValueBytes * READ / 16>(values[n.value][v.value], unit_values + (size_t)place * kValueBytes);
       });
     });
   };
-  Values early[kEarly] = {};
+  Values early[kEarly];
   unrolled<kEarly>([&](auto tile) { read_values(early[tile.value], tile.value); });
 
   // ---- meanwhile, rows of Q become codes ----
@@ -302,7 +314,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
   };
   unrolled<kEarly>([&](auto tile) { attend(early[tile.value], tile.value); });
   for (int tile = kEarly; tile < kTiles; ++tile) {
-    Values values = {};
+    Values values;
     read_values(values, tile);
     attend(values, tile);
   }

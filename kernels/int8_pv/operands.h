@@ -114,14 +114,19 @@ template <class Instruction, char operand, bool vectors_are_rows> struct Held {
   template <int element>
   static constexpr int vector_of = part(operand_of(Instruction::map(), operand), vectors_are_rows, element, false);
 
-  // The index in the matrix of the lane's vector number `v`.
+  // The index in the matrix of the lane's vector number `v`. Bits of the lane and of the element never meet, so that it is
+  // a sum of what the lane gives and of a constant, which addresses take up for nothing.
   template <int v> __device__ static __forceinline__ int vector(int lane) {
     constexpr int element = first_element(operand_of(Instruction::map(), operand), vectors_are_rows, v);
-    return vectors_are_rows ? fragments::row(map(), lane, element) : fragments::column(map(), lane, element);
+    constexpr int offset = vectors_are_rows ? fragments::row(operand_of(Instruction::map(), operand), 0, element)
+                                            : fragments::column(operand_of(Instruction::map(), operand), 0, element);
+    return (vectors_are_rows ? fragments::row(map(), lane, 0) : fragments::column(map(), lane, 0)) + offset;
   }
   // The place of an element along its vector.
   template <int element> __host__ __device__ static constexpr int along(int lane) {
-    return vectors_are_rows ? fragments::column(map(), lane, element) : fragments::row(map(), lane, element);
+    constexpr int offset = vectors_are_rows ? fragments::column(operand_of(Instruction::map(), operand), 0, element)
+                                            : fragments::row(operand_of(Instruction::map(), operand), 0, element);
+    return (vectors_are_rows ? fragments::column(map(), lane, 0) : fragments::row(map(), lane, 0)) + offset;
   }
   // Number of the lane among those that hold parts of the same vectors, in the order along them.
   __device__ static __forceinline__ int part_of(int lane) {
