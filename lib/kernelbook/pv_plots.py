@@ -202,8 +202,8 @@ def peers(rows: Sequence[dict]) -> Figure:
     cases: dict[str, list[dict]] = {}
     for row in rows:
         if row["cache"] == ("cold" if row["phase"] == "decode" else "warm"):
-            queries = f"{row['queries']} queries, " if row["queries"] > 1 else ""
-            name = (f"{row['phase']}, {queries}{row['history'] // 1024}K\nbatch {row['batch']}, "
+            what = f"{row['queries']} queries" if row["queries"] > 1 else row["phase"]
+            name = (f"{what}, {row['history'] // 1024}K\nbatch {row['batch']}, "
                     f"{row['heads']}/{row['kv_heads']} x {row['head_dim']}")
             cases.setdefault(name, []).append(row)
 

@@ -789,3 +789,9 @@ def test_int8_takes_half_the_matrix_instructions_of_bf16(head_dim):
     assert counts["int8"]["v_mfma_f32_16x16x16_bf16"] == 0
     assert of_int8 == 256 // 32 * head_dim // 16 // 4  # of one of four waves
     assert counts["bf16"]["v_mfma_f32_16x16x16_bf16"] == 2 * of_int8
+
+
+@pytest.mark.parametrize("length,blocks,partition", [(1024, 4, 128), (4096, 4, 128), (4224, 4, 128), (4225, 4, 256),
+                                                     (16384, 4, 256), (4096, 64, 256)])
+def test_short_histories_of_few_sequences_get_short_partitions(length, blocks, partition):
+    assert op.choose_partition(length, blocks, 132) == partition

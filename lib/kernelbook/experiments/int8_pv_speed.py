@@ -826,11 +826,12 @@ def standings(table: list[dict]) -> list[dict]:
 
 
 def _ours(problem: _Problem) -> list[_Bench]:
-    """Our kernels for a problem: decode with INT8 and BF16 P V; prefill with both, with a scale for 64 tokens, and on
-    warpgroup instructions where the device has them."""
+    """Our kernels for a problem: decode with INT8 and BF16 P V, the partition chosen; prefill with both, with a scale
+    for 64 tokens, and on warpgroup instructions where the device has them."""
     shape = problem.shape
     if shape.queries == 1:
-        return [_bench(problem, Form(pv)) for pv in ("int8", "bf16")]
+        partition = op.choose_partition(shape.length, shape.batch * shape.kv_heads, problem.lab.backend.multiprocessors)
+        return [_bench(problem, Form(pv, partition=partition)) for pv in ("int8", "bf16")]
     benches = []
     for file, wgmma in (("3_prefill", False), ("6_prefill_wgmma", True)):
         def bind(attention, q, out, wgmma=wgmma):

@@ -412,6 +412,12 @@ def reference(q, cache: PagedCache, *, softmax_scale: float | None = None, causa
     return out
 
 
+def choose_partition(length: int, blocks: int, multiprocessors: int) -> int:
+    """Tokens of a decode partition for histories of `length` tokens and `blocks` blocks a partition (KV heads times
+    sequences): 128 where even such partitions do not give every multiprocessor a block, else the usual 256."""
+    return 128 if -(-length // 128) * blocks <= multiprocessors else Form().partition
+
+
 def choose_splits(blocks: int, tiles: int, multiprocessors: int) -> int:
     """Parts to cut histories of `tiles` tiles into, so that `blocks` blocks a part fill the multiprocessors evenly.
 
