@@ -48,7 +48,7 @@ struct Shared {
   alignas(16) float v_scale[kTokens];
   float k_scale[kTokens];
   Places places[kTokens / kUnit];
-  size_t row_place[kRows];          // of a row in [batch][queries][heads]
+  size_t part[kRows];               // of a row in [batch][queries][heads][partitions]
   float q_scale[kRows], top[kWaves][kRows], total[kWaves][kRows];
   int seen[kRows];                  // tokens of the partition that a row sees
   float peak[kWaves * kWavePeaks][kRows];
@@ -67,25 +67,27 @@ __device__ __forceinline__ int peak_of(int token) {
 // offsets [batch]: query i sees tokens 0 .. offsets + i; null: every query sees all. softmax_scale: times log2(e).
 // out [batch][queries][heads][partitions][HEAD_DIM], each partition normalized; stats the same without HEAD_DIM: the
 // largest score and the sum of powers of 2 relative to it. Of partitions beyond a sequence nothing is written.
-// Grid: partitions x (kv_heads * row tiles) x batch; block: warpSize x kWaves.
+// Grid: (row tiles * partitions) x kv_heads x batch; block: warpSize x kWaves.
 extern "C" __global__ void __launch_bounds__(kWaves * MATRIX::Signed::map().lanes, HEAD_DIM <= 128 && PARTITION <= 256 ? 3 : 2)
 decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
        const void *v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
        const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
        float2 *__restrict__ stats, float *__restrict__ trace_weights, int *__restrict__ trace_codes,
-       int *__restrict__ trace_sums, int queries, int heads, int kv_heads, int block_size, int max_blocks,
-       float softmax_scale) {
+       int *__restrict__ trace_sums, int queries, int group, int kv_heads, int partitions, int block_size,
+       int max_blocks, float softmax_scale) {
   __shared__ Shared shared;
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * warpSize + lane, threads = kWaves * warpSize;
-  const int partition = blockIdx.x, head = blockIdx.y % kv_heads, batch = blockIdx.z, first = partition * PARTITION;
-  const QueryRows rows = query_rows(queries, heads, kv_heads, head, batch, lengths, offsets);
-  const int count = max(0, min(PARTITION, rows.length - first)), first_row = blockIdx.y / kv_heads * kRows;
+  const int row_tile = blockIdx.x < partitions ? 0 : blockIdx.x / partitions;  // mostly there is one
+  const int partition = blockIdx.x - row_tile * partitions, head = blockIdx.y, batch = blockIdx.z;
+  const QueryRows rows = query_rows(queries, group, kv_heads, head, batch, lengths, offsets);
+  const int first = partition * PARTITION, count = max(0, min(PARTITION, rows.length - first));
+  const int first_row = row_tile * kRows;
   const auto is_row = [&](int r) { return first_row + r < rows.count(); };
 
   if (count == 0) {  // of a sequence of length 0, the first partition says that there is nothing
     for (int i = thread; partition == 0 && i < kRows * HEAD_DIM; i += threads)
       if (is_row(i / HEAD_DIM)) {
-        const size_t row = rows.place(first_row + i / HEAD_DIM) * gridDim.x;
+        const size_t row = rows.place(first_row + i / HEAD_DIM) * partitions;
         out[row * HEAD_DIM + i % HEAD_DIM] = 0.f;
         if (i % HEAD_DIM == 0) stats[row] = make_float2(kNone, 0.f);
       }
@@ -94,9 +96,11 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
 
   constexpr int kWaveRows = kRows / kWaves;
   QueryRow queries_of_wave[kWaveRows];
+  size_t place_of_row[kWaveRows];
   unrolled<kWaveRows>([&](auto i) {
     const int r = i.value * kWaves + wave;
-    load_query(queries_of_wave[i.value], is_row(r) ? q + rows.place(first_row + r) * HEAD_DIM : nullptr);
+    place_of_row[i.value] = rows.place(first_row + r);
+    load_query(queries_of_wave[i.value], is_row(r) ? q + place_of_row[i.value] * HEAD_DIM : nullptr);
   });
   for (int u = thread; u < kTokens / kUnit; u += threads) {
     const Places places = find_places(block_tables + (size_t)batch * max_blocks, max_blocks, first + u * kUnit,
@@ -152,7 +156,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
     const int r = i.value * kWaves + wave;
     const float scale = quantize_query(queries_of_wave[i.value], shared.q[r], softmax_scale);
     if (lane == 0) {
-      shared.row_place[r] = rows.place(first_row + r), shared.q_scale[r] = scale;
+      shared.part[r] = place_of_row[i.value] * partitions + partition, shared.q_scale[r] = scale;
       shared.seen[r] = is_row(r) ? max(0, min(count, rows.seen(first_row + r) - first)) : 0;
     }
   });
@@ -216,7 +220,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
     for (int w = 0; w < kWaves; ++w)
       partition_total += shared.total[w][row[v.value]] * fast_exp2(shared.top[w][row[v.value]] - or_zero(partition_top));
     if (wave == 0 && leads && is_row(row[v.value]))
-      stats[shared.row_place[row[v.value]] * gridDim.x + partition] = make_float2(partition_top, partition_total);
+      stats[shared.part[row[v.value]]] = make_float2(partition_top, partition_total);
     top[v.value] = partition_total > 0.f ? fast_exp2(top[v.value] - or_zero(partition_top)) / partition_total : 0.f;
   });
 
@@ -273,7 +277,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
       }
 #if TRACE
       if (is_row(row[v]) && wave_token + token < count) {
-        const size_t place = shared.row_place[row[v]] * gridDim.x * PARTITION + first + wave_token + token;
+        const size_t place = shared.part[row[v]] * PARTITION + wave_token + token;
         trace_weights[place] = weight[j.value][i.value];
         trace_codes[place] = code;
       }
@@ -305,8 +309,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
 #if TRACE
         const int column = (n.value * kWaves + wave) * kColumns + Outputs::template along<i.value>(lane);
         if (is_row(r) && column < HEAD_DIM)
-          trace_sums[((shared.row_place[r] * gridDim.x + partition) * (PARTITION / kScaleTokens) + scale) * HEAD_DIM + column] =
-              sum - start_of_sum();
+          trace_sums[(shared.part[r] * (PARTITION / kScaleTokens) + scale) * HEAD_DIM + column] = sum - start_of_sum();
 #endif
       };
       multiply_tile(output[n.value], open[n.value], tile, weights, values[n.value], &shared.v_scale[token], close);
@@ -323,7 +326,7 @@ decode(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const fl
       const int r = Outputs::template vector<Outputs::template vector_of<i.value>>(lane);
       const int column = (n.value * kWaves + wave) * kColumns + Outputs::template along<i.value>(lane);
       if (is_row(r) && column < HEAD_DIM)
-        out[(shared.row_place[r] * gridDim.x + partition) * HEAD_DIM + column] = output[n.value][i.value];
+        out[shared.part[r] * HEAD_DIM + column] = output[n.value][i.value];
     });
   });
 }

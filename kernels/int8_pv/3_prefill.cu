@@ -86,12 +86,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
         const char *__restrict__ v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
         const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
-        float2 *__restrict__ stats, int queries, int heads, int kv_heads, int splits, int block_size, int max_blocks,
+        float2 *__restrict__ stats, int queries, int group, int kv_heads, int splits, int block_size, int max_blocks,
         float softmax_scale) {
   GPU_DYNAMIC_SHARED(Stage, stages);
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * kLanes + lane;
   const int head = blockIdx.y % kv_heads, split = blockIdx.y / kv_heads, batch = blockIdx.z;
-  const QueryRows rows = query_rows(queries, heads, kv_heads, head, batch, lengths, offsets);
+  const QueryRows rows = query_rows(queries, group, kv_heads, head, batch, lengths, offsets);
   const int length = rows.length, block_row = blockIdx.x * WAVES * kRows, wave_row = block_row + wave * kRows;
   const int *block_table = block_tables + (size_t)batch * max_blocks;
   const int most_seen = rows.seen(min(block_row + WAVES * kRows, rows.count()) - 1), least_seen = rows.seen(block_row);

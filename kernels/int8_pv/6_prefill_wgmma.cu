@@ -55,14 +55,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const float *__restrict__ k_scales,
         const char *__restrict__ v_pages, const float *__restrict__ v_scales, const int *__restrict__ block_tables,
         const int *__restrict__ lengths, const int *__restrict__ offsets, float *__restrict__ out,
-        float2 *__restrict__ stats, int queries, int heads, int kv_heads, int splits, int block_size, int max_blocks,
+        float2 *__restrict__ stats, int queries, int group, int kv_heads, int splits, int block_size, int max_blocks,
         float softmax_scale) {
   GPU_DYNAMIC_SHARED(char, unaligned);
   const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
   Shared &shared = *reinterpret_cast<Shared *>(unaligned + (1024 - misaligned) % 1024);
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * 32 + lane, warpgroup = wave / 4;
   const int head = blockIdx.y % kv_heads, split = blockIdx.y / kv_heads, batch = blockIdx.z;
-  const QueryRows rows = query_rows(queries, heads, kv_heads, head, batch, lengths, offsets);
+  const QueryRows rows = query_rows(queries, group, kv_heads, head, batch, lengths, offsets);
   const int length = rows.length, block_row = blockIdx.x * GROUPS * kGroupRows, wave_row = block_row + wave * 16;
   const int *block_table = block_tables + (size_t)batch * max_blocks;
   const int most_seen = rows.seen(min(block_row + GROUPS * kGroupRows, rows.count()) - 1);

@@ -117,16 +117,16 @@ __device__ __forceinline__ Places find_places(const int *block_table, int max_bl
 struct QueryRows {
   int queries, heads, group, head, batch, length, offset;  // offset: query i sees tokens 0 .. offset + i
   __device__ __forceinline__ int count() const { return queries * group; }
+  __device__ __forceinline__ int query(int r) const { return r < group ? 0 : r / group; }  // mostly without dividing
   __device__ __forceinline__ size_t place(int r) const {
-    const int query = r / group;
-    return ((size_t)batch * queries + query) * heads + head * group + r - query * group;
+    return ((size_t)batch * queries + query(r)) * heads + head * group + r - query(r) * group;
   }
-  __device__ __forceinline__ int seen(int r) const { return max(0, min(length, offset + r / group + 1)); }
+  __device__ __forceinline__ int seen(int r) const { return max(0, min(length, offset + query(r) + 1)); }
 };
-__device__ __forceinline__ QueryRows query_rows(int queries, int heads, int kv_heads, int head, int batch,
+__device__ __forceinline__ QueryRows query_rows(int queries, int group, int kv_heads, int head, int batch,
                                                 const int *lengths, const int *offsets) {
   const int length = lengths[batch];
-  return {queries, heads, heads / kv_heads, head, batch, length, offsets ? offsets[batch] : length};
+  return {queries, group * kv_heads, group, head, batch, length, offsets ? offsets[batch] : length};
 }
 
 // A row of Q, by one wave: its values, then codes, and what an integer score is multiplied by besides the key's scale.

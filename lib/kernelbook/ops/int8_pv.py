@@ -275,11 +275,12 @@ class Attention:
         merge = self._merge(parts, stats, cache.lengths, out, rows, partitions, form.partition, queries * heads)
         row_tiles = -(-queries * heads // cache.kv_heads // self._rows)
         args = [q, cache.k_codes, cache.k_scales, self.value_pages, cache.v_scales, cache.block_tables, cache.lengths,
-                offsets, parts, stats, *trace, *map(np.int32, (queries, heads, cache.kv_heads, cache.block_size,
-                                                               cache.block_tables.shape[1])), np.float32(scale)]
+                offsets, parts, stats, *trace,
+                *map(np.int32, (queries, heads // cache.kv_heads, cache.kv_heads, partitions, cache.block_size,
+                                cache.block_tables.shape[1])), np.float32(scale)]
 
         def launch():
-            kernel((partitions, cache.kv_heads * row_tiles, cache.batch), (backend.wave, WAVES, 1), args)
+            kernel((row_tiles * partitions, cache.kv_heads, cache.batch), (backend.wave, WAVES, 1), args)
             if partitions > 1:
                 merge()
             if form.trace:
@@ -332,8 +333,9 @@ class Attention:
         kernel = backend.compile(f"int8_pv/{file}.cu", defines).kernel("prefill")
         merge = self._merge(parts, stats, None, out, rows, splits, 1, queries * heads)
         args = [q, cache.k_codes, cache.k_scales, self.value_pages, cache.v_scales, cache.block_tables, cache.lengths,
-                offsets, parts, stats, *map(np.int32, (queries, heads, cache.kv_heads, splits, cache.block_size,
-                                                       cache.block_tables.shape[1])), np.float32(scale)]
+                offsets, parts, stats,
+                *map(np.int32, (queries, heads // cache.kv_heads, cache.kv_heads, splits, cache.block_size,
+                                cache.block_tables.shape[1])), np.float32(scale)]
         grid, block = (row_blocks, cache.kv_heads * splits, cache.batch), (backend.wave, waves + 4 * wgmma, 1)
 
         def launch():
