@@ -267,6 +267,124 @@ def test_fuse_refuses_different_weights(other, name):
         formats.fuse([])
 
 
+# ---------------------------------------------------------------- tiles
+
+def test_a_tile_is_laid_out_byte_by_byte():
+    data = np.zeros((2, 3, 72), np.uint8)
+    tile = data[1, 2]  # rows 4..7, columns 64..95
+    tile[:8] = np.array([1, 2, 3, 4], "<f2").view(np.uint8)  # the rows' scales
+    tile[8 + 4 * (4 * 1 + 2) + 1] = 0x8F  # quarter 1 of row 2, byte 1: columns 5 and 21
+    tile[8 + 4 * (4 * 3 + 0) + 3] = 0x70  # quarter 3 of row 0, byte 3: columns 15 and 31
+    tiles = formats.Tiles(data).check()
+    assert (tiles.n, tiles.k, tiles.nbytes, tiles.bits_per_weight) == (8, 96, 432, 4.5)
+    assert tiles.scales.dtype == np.float16 and tiles.scales[4:, 2].tolist() == [1, 2, 3, 4]
+    expected = np.zeros((8, 96), np.int8)
+    expected[6, 64 + 5], expected[6, 64 + 21], expected[4, 64 + 31] = -1, -8, 7
+    np.testing.assert_array_equal(tiles.codes, expected)
+    for dtype in (np.float32, np.float64):
+        w = tiles.dequantize(dtype)
+        assert w.dtype == dtype and w[6, 85] == -24 and w[6, 69] == -3 and w[4, 95] == 7
+
+
+def test_nibbles_become_int8_as_in_the_article():
+    nibbles = np.arange(16, dtype=np.uint32) * 0x01010101
+    codes = ((nibbles ^ 0x08080808) + 0x78787878) ^ 0x80808080
+    data = np.zeros((1, 1, 72), np.uint8)
+    data[..., 8::4] = np.arange(16)  # byte 0 of word 4 * quarter + row: column 4 * quarter
+    np.testing.assert_array_equal(formats.Tiles(data).codes[:, :16:4].T.ravel(), codes.view(np.int8)[::4])
+    assert codes.view(np.int8)[::4].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]
+
+
+def test_blocks_to_tiles_and_back_keep_every_bit():
+    blocks = random_blocks("Q4_0", n=8)
+    tiles = formats.tiles_from_blocks(blocks)
+    np.testing.assert_array_equal(formats.blocks_from_tiles(tiles), blocks)
+    np.testing.assert_array_equal(bits(tiles.dequantize()), bits(gguf.quants.dequantize(blocks, Kind.Q4_0)))
+    strips = formats.strips_from_blocks(blocks, "Q4_0")
+    np.testing.assert_array_equal(tiles.codes, strips.codes[:, :8].T)
+    assert formats.BITS_PER_WEIGHT["Q4_0"] == tiles.bits_per_weight == 4.5
+
+
+def test_quantized_tiles_are_those_of_gguf_to_the_bit():
+    w = np.random.default_rng(7).standard_normal((12, 160)).astype(np.float32)
+    w[0, :32] = 0
+    np.testing.assert_array_equal(formats.blocks_from_tiles(formats.quantize_tiles(w)),
+                                  gguf.quants.quantize(w, Kind.Q4_0))
+
+
+def test_random_tiles_are_valid_and_hold_every_code():
+    tiles = formats.random_tiles(np.random.default_rng(8), 64, 256).check()
+    assert tiles.nonfinite() == (0, 0)
+    assert 0.0019 < tiles.scales.min() < 0.004 and 0.018 < tiles.scales.max() < 0.0201
+    assert np.bincount(tiles.codes.ravel() + 8, minlength=16).min() > 64 * 256 / 16 * 0.8
+
+
+@pytest.mark.parametrize("seed", [1, 0xFFFFFFFF])
+def test_random_bytes_are_those_of_the_generator(seed):
+    tiles = formats.random_byte_tiles(seed, 40, 32 * 100)  # 72000 bytes, more than the states that are kept
+    state, expected = seed, []
+    for _ in range(tiles.nbytes):
+        state ^= state << 13 & 0xFFFFFFFF
+        state ^= state >> 17
+        state ^= state << 5 & 0xFFFFFFFF
+        expected.append(state & 255)
+    assert tiles.data.ravel().tolist() == expected
+
+
+def test_one_half_in_32_is_not_finite_and_is_counted():
+    every = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 8, 4)  # each float16 once, neighbours in a tile
+    data = np.zeros((len(every), 8, 72), np.uint8)
+    data[..., :8] = every.astype("<u2").view(np.uint8)
+    assert formats.Tiles(data).nonfinite() == ((1 << 16) / 32, (1 << 14) / 32)
+    tiles = formats.random_byte_tiles(1, 1024, 1024)
+    scales, spoiled = tiles.nonfinite()
+    number = tiles.nbytes // 72
+    for count, total, share in [(scales, 4 * number, 1 / 32), (spoiled, number, 1 - (31 / 32)**4)]:
+        assert abs(count - total * share) < 5 * (total * share * (1 - share))**0.5
+
+
+@pytest.mark.parametrize("data, error, message", [
+    (np.zeros((1, 1, 72), np.int8), TypeError, "uint8, not int8"),
+    ([[[0] * 72]], TypeError, "uint8, not list"),
+    (np.zeros((1, 72), np.uint8), ValueError, r"data has shape \(1, 72\); expected \[N / 4, K / 32, 72\]"),
+    (np.zeros((1, 1, 71), np.uint8), ValueError, r"shape \(1, 1, 71\)"),
+    (np.zeros((0, 1, 72), np.uint8), ValueError, r"shape \(0, 1, 72\)"),
+    (np.zeros((1, 4, 72), np.uint8)[:, ::2], ValueError, "C-contiguous"),
+])
+def test_tiles_of_another_form_are_refused(data, error, message):
+    with pytest.raises(error, match=message):
+        formats.Tiles(data).check()
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_tiles_with_a_bad_scale_are_refused(scale):
+    tiles = formats.random_tiles(np.random.default_rng(9), 8, 96)
+    tiles.data[1, 2, 4:6] = np.array([scale], "<f2").view(np.uint8)
+    for use in (tiles.check, lambda: formats.blocks_from_tiles(tiles)):
+        with pytest.raises(ValueError, match=f"the scale of row 6, group 2 is {scale}"):
+            use()
+    assert tiles.check(finite=False).nonfinite() == (1, 1)
+    blocks = random_blocks("Q4_0", n=4)
+    blocks[3, 18:20] = np.array([scale], np.float16).view(np.uint8)
+    with pytest.raises(ValueError, match=f"row 3, block 1 is {scale}"):
+        formats.tiles_from_blocks(blocks)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: formats.tiles_from_blocks(random_blocks("Q4_0", n=6)), "N = 6 rows are no multiple of 4.*rows of zeros"),
+    (lambda: formats.tiles_from_blocks(np.zeros((4, 34), np.uint8)), "Q4_0 blocks must be .* multiple of 18"),
+    (lambda: formats.quantize_tiles(np.ones((4, 40))), "group 32 and K=40"),
+    (lambda: formats.random_tiles(np.random.default_rng(), 6, 32), "N = 6 rows"),
+    (lambda: formats.random_tiles(np.random.default_rng(), 4, 40), "K = 40 is no multiple of 32"),
+    (lambda: formats.random_byte_tiles(1, 0, 32), "n must be a whole number of at least 1, not 0"),
+    (lambda: formats.random_byte_tiles(0, 4, 32), "seed must be a whole number from 1 to .*, not 0"),
+    (lambda: formats.random_byte_tiles(2**32, 4, 32), "seed must be .* not 4294967296"),
+])
+def test_tiles_that_cannot_be_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 # ---------------------------------------------------------------- GGUF files
 
 WEIGHTS = {"blk.0.attn_q.weight": Kind.Q8_0, "blk.0.attn_k.weight": Kind.Q4_0,

@@ -1,29 +1,33 @@
 // What the probes share: the tile, which lane owns what of it, and the sum over lanes. They differ in arithmetic only.
 //
-//   out[m][n] = sum over k of  x[m][k] * w[n][k],   m < M
+//   out[m][n] = sum over k of  x[m][k] * w[n][k]
 //
 // A tile is 72 bytes for 4 rows x 32 columns of w: the rows' scales, four f16, then 16 words, word 4 * quarter + row.
-// A word's bytes hold columns 4 * quarter + 0..3 in their low nibbles and 16 more in their high ones, codes -8..7 in two's
-// complement. Tiles lie as [N / 4][K / 32].
+// The bytes of a word hold columns 4 * quarter + 0..3 in their low nibbles and those 16 further in their high ones, as
+// codes -8..7 in two's complement. Tiles lie as [N / 4][K / 32].
 //
-// A wave owns ROWS rows of one tile's four, for all M rows of x at once, and sweeps K. Four neighbouring lanes share a tile,
-// a quarter each: 8 weights of a row, which meet two runs of 4 activations. So 32 lanes step by 8 tiles, and what they load
-// of w is one run of bytes but for the words of other rows, which the neighbouring waves of the block take. Every lane
-// holds M * ROWS sums; they are added up over the lanes once, by a butterfly, in one order.
+// A wave owns 1, 2 or 4 rows of a tile for all rows of x at once, and sweeps K. Four neighbouring lanes share a tile, a
+// quarter each: 8 weights of a row, which meet two runs of 4 activations. What a wave loads of w at a time is one run
+// of bytes but for the words of other rows, which neighbouring waves of the block take. Every lane holds a sum for each
+// row of w and of x; they are added up over the lanes once, at the end, by a butterfly: in one order.
 //
-//   ROWS   of w that a wave owns, 1, 2 or 4 (the article's R)
-//   M      rows of x
+//   WAVE_ROWS   rows of w that a wave owns (the article's R)
+//   BATCH       rows of x (the article's M)
 #pragma once
 #include "gpu.h"
 
 constexpr int kWaves = 4;  // of a block, each on its own
-constexpr int kWidestWave = 64;
+#if GPU_CUDA
+constexpr int kBlock = 32 * kWaves;  // threads, exactly: told of more, ptxas spends registers differently, and spills
+#else
+constexpr int kBlock = 64 * kWaves;  // at most
+#endif
 constexpr int kTileRows = 4, kTileColumns = 32, kTileBytes = 72;
 constexpr int kQuarters = 4;
-static_assert(kTileRows % ROWS == 0, "the rows of a wave are of one tile");
+static_assert(kTileRows % WAVE_ROWS == 0, "the rows of a wave are of one tile");
 
 // The first of this wave's rows; blocks are warpSize x kWaves.
-__device__ __forceinline__ size_t first_row() { return ((size_t)blockIdx.x * kWaves + threadIdx.y) * ROWS; }
+__device__ __forceinline__ size_t first_row() { return ((size_t)blockIdx.x * kWaves + threadIdx.y) * WAVE_ROWS; }
 
 // Tiles of a row that this lane visits: first_tile(), then each tile_step() further.
 __device__ __forceinline__ int first_tile() { return threadIdx.x / kQuarters; }
@@ -34,19 +38,19 @@ __device__ __forceinline__ int first_column(int tile) { return tile * kTileColum
 
 // What a lane owns of a tile: 8 weights of each of its rows.
 struct Quarter {
-  uint32_t word[ROWS];
-  float scale[ROWS];
+  uint32_t word[WAVE_ROWS];
+  float scale[WAVE_ROWS];
 };
 __device__ __forceinline__ Quarter load_quarter(const uint8_t *w, size_t row, int tile, int K) {
-  struct alignas(2 * ROWS) Scales { uint16_t row[ROWS]; };
-  struct alignas(ROWS == 1 ? 4 : 8) Words { uint32_t row[ROWS]; };  // tiles start at multiples of 8 bytes
+  struct alignas(2 * WAVE_ROWS) Scales { uint16_t row[WAVE_ROWS]; };
+  struct alignas(WAVE_ROWS == 1 ? 4 : 8) Words { uint32_t row[WAVE_ROWS]; };  // tiles start at multiples of 8 bytes
   const uint8_t *at = w + (row / kTileRows * (K / kTileColumns) + tile) * kTileBytes;
   const int first = row % kTileRows, quarter = threadIdx.x % kQuarters;
   const Scales scales = *reinterpret_cast<const Scales *>(at + 2 * first);
   const Words words = *reinterpret_cast<const Words *>(at + 2 * kTileRows + 4 * (kTileRows * quarter + first));
   Quarter mine;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
+  for (int r = 0; r < WAVE_ROWS; ++r) {
     mine.word[r] = words.row[r];
     mine.scale[r] = half_to_float(scales.row[r]);
   }
@@ -68,20 +72,22 @@ __device__ __forceinline__ Activations load_activations(const float *x, int m, i
   return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
 }
 
-// Adds the sums of all lanes and writes them to out[M][N].
-__device__ __forceinline__ void store_sums(float (&sum)[M][ROWS], float *out, size_t row, int N) {
+// Adds the sums of all lanes, which leaves every total in every lane, and writes them to out[BATCH][N].
+__device__ __forceinline__ void store_sums(float (&sum)[BATCH][WAVE_ROWS], float *out, size_t row, int N) {
   for (int flip = warpSize / 2; flip > 0; flip /= 2) {
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
+    for (int m = 0; m < BATCH; ++m) {
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) sum[m][r] = __fadd_rn(sum[m][r], __shfl_xor_sync(GPU_FULL_MASK, sum[m][r], flip));
+      for (int r = 0; r < WAVE_ROWS; ++r) {
+        sum[m][r] = __fadd_rn(sum[m][r], __shfl_xor_sync(GPU_FULL_MASK, sum[m][r], flip));
+      }
     }
   }
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
+  for (int m = 0; m < BATCH; ++m) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      if (threadIdx.x == (m * ROWS + r) % 32) out[(size_t)m * N + row + r] = sum[m][r];  // every lane has every sum
+    for (int r = 0; r < WAVE_ROWS; ++r) {
+      if (threadIdx.x == (m * WAVE_ROWS + r) % 32) out[(size_t)m * N + row + r] = sum[m][r];
     }
   }
 }

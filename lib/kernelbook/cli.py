@@ -75,11 +75,44 @@ def _static_arguments(parser):
 def static(options) -> int:
     """Compile every kernel for every target, no GPU needed; print registers, spills and instructions per MAC."""
     from kernelbook import backends, toolchain
-    from kernelbook.ops import grouped_gemm, int8_pv
+    from kernelbook.ops import grouped_gemm, int8_pv, q4_probe
 
-    sources = [*grouped_gemm.sources(), *int8_pv.sources(), backends.Source("ceilings/memory.cu")]
+    sources = [*grouped_gemm.sources(), *q4_probe.sources(), *int8_pv.sources(),
+               backends.Source("ceilings/memory.cu")]
     print(toolchain.table(sources, options.targets), end="")
     return 0
+
+
+def _buckets_arguments(parser):
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                        help="traces of Nsight Systems (cuda_gpu_kern_sum CSV, SQLite), torch.profiler (plain or "
+                             "gzip), ncu (details CSV) or rocprof (stats CSV); two are also set side by side")
+    parser.add_argument("--rules", type=Path, metavar="FILE",
+                        help="kernel names to buckets (default: lib/kernelbook/buckets/rules.yaml, which says how to "
+                             "write them)")
+    parser.add_argument("--passes", action="append", metavar="HOW", default=[],
+                        help="how to count passes: a number, mark:NAME, kernel:REGEX (one a launch), kernel*N:REGEX "
+                             "(one for N launches); once for all files or once for each (default: marks that the "
+                             "profiler set, else the greatest common divisor of launch counts, with a warning)")
+    parser.add_argument("--wall-ms", action="append", type=float, metavar="MS", default=[],
+                        help="wall time of a pass, measured without the profiler; once for all files or for each")
+    parser.add_argument("--predict", metavar="MODEL",
+                        help="show llama.cpp's launches predicted for a pass of a model, such as Qwen3.5-27B, beside "
+                             "those counted")
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of the predicted pass (default: 512)")
+    parser.add_argument("--multiprocessors", type=int, metavar="N",
+                        help="of the predicted pass's GPU (default: as the trace says)")
+    parser.add_argument("--json", action="store_true", help="print JSON: every figure, every kernel")
+
+
+@command(_buckets_arguments)
+def buckets(options) -> int:
+    """Take traces of GPU work apart: time a pass in buckets of kernels, which must add up to the wall time."""
+    from kernelbook.buckets import shell
+
+    return shell.run(options.files, rules=options.rules, passes=options.passes, walls_ms=options.wall_ms,
+                     model=options.predict, tokens=options.tokens, multiprocessors=options.multiprocessors,
+                     as_json=options.json)
 
 
 @command()

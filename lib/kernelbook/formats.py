@@ -1,13 +1,15 @@
 """Weights and activations as groups of integers with one scale a group, and the files they come from.
 
-Three forms of the same weight W[N, K]:
+Four forms of the same weight W[N, K]:
 
     blocks   rows of Q8_0 or Q4_0 blocks as a GGUF file stores them, uint8 [N, bytes]
-    strips   int8 codes transposed to [K, Npad] and float32 scales [groups, Npad]: what the kernels read
+    strips   int8 codes transposed to [K, Npad] and float32 scales [groups, Npad]: what grouped_gemm reads
+    tiles    72 bytes for each 4 rows x 32 columns of 4-bit codes: what q4_probe reads
     floats   W[n, k] = codes[k, n] * scales[k // group, n]
 
-Blocks become strips and strips become blocks without the loss of a bit; floats become strips by the rounding
-rules of Q8_0 and Q4_0. The layout is that of grouped_gemm, sections 2 and 3.2.
+Blocks become strips or, of Q4_0, tiles, and these become blocks, without the loss of a bit; floats become either
+by the rounding rules of Q8_0 and Q4_0. The strips are those of grouped_gemm, sections 2 and 3.2, the tiles those
+of prefill_breakdown, section 2.
 """
 
 import difflib
@@ -27,6 +29,9 @@ BLOCK = 32  # weights in a Q8_0 or Q4_0 block
 BLOCK_BYTES = {"Q8_0": 2 + BLOCK, "Q4_0": 2 + BLOCK // 2}  # a float16 scale, then the codes
 BITS_PER_WEIGHT = {kind: 8 * size / BLOCK for kind, size in BLOCK_BYTES.items()}
 """8.5 for Q8_0, 4.5 for Q4_0; `Strips.bits_per_weight` says what strips take."""
+
+TILE_ROWS = 4
+TILE_BYTES = TILE_ROWS * BLOCK_BYTES["Q4_0"]  # of a q4 tile: 72
 
 LINE = 128  # bytes that the 32 lanes of a warp read at 4 each: columns are padded to whole lines
 _BLOCKS_OF = {"int8": "Q8_0", "int4": "Q4_0"}
@@ -121,6 +126,84 @@ class Strips:
         return w
 
 
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A 4-bit weight W[n, k] in tiles of 4 rows x 32 columns (prefill_breakdown, section 2).
+
+    data: uint8 [n / 4, k / 32, 72]. A tile is the float16 scales of its 4 rows, then 16 words of 4 bytes: word
+    4 * quarter + row holds 8 columns of that row, byte j column 4 * quarter + j in its low nibble and
+    16 + 4 * quarter + j in its high one. A nibble is the code -8..7 in two's complement: that of a Q4_0 block, which
+    is code + 8, with the top bit flipped. (The article's way from nibble to int8 has nibble 8 stand for -8.)
+
+    So tiles hold the bytes of four rows of Q4_0 blocks in another order, at the same 4.5 bits a weight.
+    """
+
+    data: np.ndarray
+
+    @property
+    def n(self) -> int:
+        return TILE_ROWS * self.data.shape[0]
+
+    @property
+    def k(self) -> int:
+        return BLOCK * self.data.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that a weight takes, scales included."""
+        return 8 * self.nbytes / (self.n * self.k)
+
+    @property
+    def scales(self) -> np.ndarray:
+        """float16 [n, k / 32]."""
+        halves = np.ascontiguousarray(self.data[..., :2 * TILE_ROWS]).view("<f2")
+        return halves.transpose(0, 2, 1).reshape(self.n, -1)
+
+    @property
+    def codes(self) -> np.ndarray:
+        """int8 [n, k] in -8..7."""
+        words = _tile_words(self.data)
+        nibbles = np.stack([words & 15, words >> 4], axis=3).reshape(self.n, self.k)
+        return (nibbles ^ np.uint8(8)).view(np.int8) - np.int8(8)
+
+    def nonfinite(self) -> tuple[int, int]:
+        """How many scales are NaN or infinite, and how many tiles have such a scale."""
+        bad = ~np.isfinite(self.scales).reshape(-1, TILE_ROWS, self.data.shape[1])
+        return int(bad.sum()), int(bad.any(axis=1).sum())
+
+    def check(self, finite: bool = True) -> "Tiles":
+        """These tiles, once their layout and, with `finite`, every scale has been found to be right.
+
+        Raises TypeError for an array of another kind or dtype; ValueError for another shape, a strided array, and a
+        scale that is NaN or infinite, naming the first one's row and group.
+        """
+        if not isinstance(self.data, np.ndarray) or self.data.dtype != np.uint8:
+            raise TypeError("data must be a NumPy array of uint8, not "
+                            f"{getattr(self.data, 'dtype', type(self.data).__name__)}")
+        if self.data.ndim != 3 or self.data.size == 0 or self.data.shape[2] != TILE_BYTES:
+            raise ValueError(f"data has shape {self.data.shape}; expected [N / {TILE_ROWS}, K / {BLOCK}, "
+                             f"{TILE_BYTES}] with no 0")
+        if not self.data.flags.c_contiguous:
+            raise ValueError(f"data must be C-contiguous; it has strides {self.data.strides}: pass "
+                             "np.ascontiguousarray of it")
+        if finite and self.nonfinite()[0]:
+            row, group = np.argwhere(~np.isfinite(self.scales))[0]
+            raise ValueError(f"the scale of row {row}, group {group} is {self.scales[row, group]}; "
+                             "scales must be finite")
+        return self
+
+    def dequantize(self, dtype=np.float32) -> np.ndarray:
+        """The weight [n, k], each value one product code * scale in `dtype`; exact in float32 and wider."""
+        w = self.codes.astype(dtype)
+        groups = w.reshape(self.n, -1, BLOCK)  # a view
+        groups *= self.scales.astype(dtype)[..., None]
+        return w
+
+
 def padded(n: int) -> int:
     """Columns that strips of n columns are stored with: n rounded up to whole 128-byte lines."""
     return math.ceil(n / LINE) * LINE
@@ -177,6 +260,115 @@ def fuse(parts: Sequence[Strips]) -> Strips:
         fused.scales[:, columns] = part.scales[:, :part.n]
         start += part.n
     return fused.check()
+
+
+# ---------------------------------------------------------------- tiles
+
+def quantize_tiles(w: np.ndarray) -> Tiles:
+    """Tiles of the float weight w[N, K], rounded as `quantize` rounds to "int4": the numbers of gguf's Q4_0.
+
+    Raises what `quantize` and `tiles_from_blocks` raise, and ValueError for K no multiple of 32.
+    """
+    return tiles_from_blocks(blocks_from_strips(quantize(w, "int4")))
+
+
+def tiles_from_blocks(blocks: np.ndarray) -> Tiles:
+    """Tiles of Q4_0 blocks, uint8 [N, bytes] as gguf's reader gives them.
+
+    Raises ValueError for rows that are no whole blocks, for N no multiple of 4, and for a scale that is NaN or
+    infinite, naming row and block; TypeError for a dtype other than uint8.
+    """
+    blocks = _whole_blocks(blocks, "Q4_0")
+    n, groups, _ = blocks.shape
+    _check_tile_rows(n)
+    rows = blocks.reshape(-1, TILE_ROWS, groups, BLOCK_BYTES["Q4_0"])
+    data = np.empty((len(rows), groups, TILE_BYTES), np.uint8)
+    data[..., :2 * TILE_ROWS] = rows[..., :2].transpose(0, 2, 1, 3).reshape(len(rows), groups, -1)
+    _tile_words(data)[...] = rows[..., 2:].reshape(*rows.shape[:3], -1, 4) ^ np.uint8(0x88)
+    return Tiles(data).check()
+
+
+def blocks_from_tiles(tiles: Tiles) -> np.ndarray:
+    """The Q4_0 blocks, uint8 [N, bytes], with the same scales and codes. Raises what `Tiles.check` raises."""
+    tiles.check()
+    data = tiles.data
+    blocks = np.empty((len(data), TILE_ROWS, data.shape[1], BLOCK_BYTES["Q4_0"]), np.uint8)
+    blocks[..., :2] = data[..., :2 * TILE_ROWS].reshape(*data.shape[:2], TILE_ROWS, 2).transpose(0, 2, 1, 3)
+    blocks[..., 2:] = _tile_words(data).reshape(*blocks.shape[:3], -1) ^ np.uint8(0x88)
+    return blocks.reshape(tiles.n, -1)
+
+
+def random_tiles(rng: np.random.Generator, n: int, k: int) -> Tiles:
+    """Valid random tiles of a weight [n, k]: uniform codes, scales uniform in 0.002..0.020, as the article's repaired
+    filling has them. Raises ValueError for n no multiple of 4 and k no multiple of 32."""
+    data = rng.integers(0, 256, _tiles_shape(n, k), np.uint8)
+    scales = rng.uniform(0.002, 0.020, (*data.shape[:2], TILE_ROWS)).astype("<f2")
+    data[..., :2 * TILE_ROWS] = scales.view(np.uint8)
+    return Tiles(data)
+
+
+def random_byte_tiles(seed: int, n: int, k: int) -> Tiles:
+    """Tiles of a weight [n, k] filled with random bytes, scales and all, as the article's first filling did it: the low
+    bytes of a 32-bit xorshift (13, 17, 5) that starts from `seed`. `Tiles.nonfinite` counts what that spoils.
+
+    Raises ValueError for a seed outside 1..2**32 - 1, n no multiple of 4 and k no multiple of 32.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 1 <= seed < 2**32:
+        raise ValueError(f"seed must be a whole number from 1 to 2**32 - 1, not {seed!r}")
+    shape = _tiles_shape(n, k)
+    return Tiles(_xorshift_bytes(int(seed), math.prod(shape)).reshape(shape))
+
+
+def _xorshift_bytes(seed, count):
+    """The generator's first `count` low bytes. A step is linear over the bits of its state, so many steps are too:
+    65536 states in a row, once found, all move on by 65536 steps at once, by what that does to each bit."""
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    images, states = _xorshift(bits), _xorshift(np.array([seed], np.uint32))
+    while len(states) < 1 << 16:
+        states = np.concatenate([states, _apply(images, states)])
+        images = _apply(images, images)
+    out = np.empty((math.ceil(count / len(states)), len(states)), np.uint8)
+    for chunk in out:
+        chunk[:] = states.astype(np.uint8)
+        states = _apply(images, states)
+    return out.reshape(-1)[:count]
+
+
+def _xorshift(x):
+    x = x ^ x << np.uint32(13)
+    x = x ^ x >> np.uint32(17)
+    return x ^ x << np.uint32(5)
+
+
+def _apply(images, x):
+    """The linear map that takes bit i to images[i], for every x: a table look-up for each byte."""
+    result = np.zeros_like(x)
+    for shift in range(0, 32, 8):
+        table = np.zeros(1, np.uint32)
+        for image in images[shift:shift + 8]:
+            table = np.concatenate([table, table ^ image])
+        result ^= table[x >> np.uint32(shift) & np.uint32(255)]
+    return result
+
+
+def _tile_words(data):
+    """A view [N / 4, row, K / 32, quarter, byte] of the words in tiles' data."""
+    words = data[..., 2 * TILE_ROWS:].reshape(*data.shape[:2], -1, TILE_ROWS, 4)
+    return words.transpose(0, 3, 1, 2, 4)
+
+
+def _tiles_shape(n, k):
+    _check_positive("n", n)
+    _check_positive("k", k)
+    _check_tile_rows(n)
+    if k % BLOCK:
+        raise ValueError(f"K = {k} is no multiple of {BLOCK}, the columns of a tile")
+    return n // TILE_ROWS, k // BLOCK, TILE_BYTES
+
+
+def _check_tile_rows(n):
+    if n % TILE_ROWS:
+        raise ValueError(f"N = {n} rows are no multiple of {TILE_ROWS}, the rows of a tile: add rows of zeros")
 
 
 # ---------------------------------------------------------------- floats to codes
@@ -278,20 +470,8 @@ def strips_from_blocks(blocks: np.ndarray, kind: str) -> Strips:
     """
     if kind not in BLOCK_BYTES:
         raise ValueError(f"blocks of kind {kind!r} make no strips; those of {' and '.join(BLOCK_BYTES)} do")
-    blocks = np.asarray(blocks)
-    if blocks.dtype != np.uint8:
-        raise TypeError(f"blocks must be uint8 [N, bytes], not {blocks.dtype}")
-    size = BLOCK_BYTES[kind]
-    if blocks.ndim != 2 or blocks.size == 0 or blocks.shape[1] % size:
-        raise ValueError(f"{kind} blocks must be [N, bytes], bytes a multiple of {size}, neither 0; "
-                         f"their shape is {blocks.shape}")
-    n = len(blocks)
-    blocks = blocks.reshape(n, -1, size)
-    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0].astype(np.float32)
-    if not np.isfinite(scales).all():
-        row, block = np.argwhere(~np.isfinite(scales))[0]
-        raise ValueError(f"the scale of row {row}, block {block} is {scales[row, block]}; "
-                         "scales must be finite")
+    blocks = _whole_blocks(blocks, kind)
+    n, scales = len(blocks), _block_scales(blocks).astype(np.float32)
     if kind == "Q8_0":
         codes = blocks[..., 2:].view(np.int8)
     else:
@@ -429,6 +609,28 @@ def _finite_matrix(array, name):
         row, column = np.argwhere(~finite)[0]
         raise ValueError(f"{name}[{row}, {column}] is {array[row, column]} as float32; {name} must be finite")
     return array
+
+
+def _whole_blocks(blocks, kind):
+    """Blocks [N, bytes] as [N, blocks, bytes of one], once their form and scales have been found to be right."""
+    blocks = np.asarray(blocks)
+    if blocks.dtype != np.uint8:
+        raise TypeError(f"blocks must be uint8 [N, bytes], not {blocks.dtype}")
+    size = BLOCK_BYTES[kind]
+    if blocks.ndim != 2 or blocks.size == 0 or blocks.shape[1] % size:
+        raise ValueError(f"{kind} blocks must be [N, bytes], bytes a multiple of {size}, neither 0; "
+                         f"their shape is {blocks.shape}")
+    blocks = blocks.reshape(len(blocks), -1, size)
+    scales = _block_scales(blocks)
+    if not np.isfinite(scales).all():
+        row, block = np.argwhere(~np.isfinite(scales))[0]
+        raise ValueError(f"the scale of row {row}, block {block} is {scales[row, block]}; "
+                         "scales must be finite")
+    return blocks
+
+
+def _block_scales(blocks):
+    return np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
 
 
 def _empty(n, k, group, precision):
