@@ -11,13 +11,6 @@
 //   MATRIX   mma, mfma or mmac; where it is left out, the target's own
 #pragma once
 #include "operands.h"
-#if !defined(MATRIX) && GPU_HAS_MMAC
-#define MATRIX mmac
-#elif !defined(MATRIX) && GPU_HAS_MFMA
-#define MATRIX mfma
-#elif !defined(MATRIX)
-#define MATRIX mma
-#endif
 
 constexpr int kHeadDim = 128;
 constexpr int kChunk = 64;  // tokens

@@ -71,6 +71,12 @@ struct Stage {
   alignas(16) uint8_t v[HEAD_DIM][kTile * kValueBytes];
   alignas(16) float k_scale[kTile], v_scale[kTile];
 };
+// f(i) for this thread's share of 0 .. n - 1.
+template <int n, class F> __device__ __forceinline__ void spread(int thread, F f) {
+#pragma unroll
+  for (int round = 0; round < (n + kThreads - 1) / kThreads; ++round)
+    if (const int i = round * kThreads + thread; n % kThreads == 0 || i < n) f(i);
+}
 // Rows of K of 128 bytes all begin in the same bank; odd ones have their halves of 64 bytes exchanged.
 __device__ __forceinline__ int place_in_row(int row, int byte) {
   return HEAD_DIM % 128 == 0 ? byte ^ (row & 1) << 6 : byte;
@@ -90,28 +96,43 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
         float softmax_scale) {
   GPU_DYNAMIC_SHARED(Stage, stages);
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * kLanes + lane;
-  const int head = blockIdx.y % kv_heads, split = blockIdx.y / kv_heads, batch = blockIdx.z;
-  const QueryRows rows = query_rows(queries, group, kv_heads, head, batch, lengths, offsets);
-  const int length = rows.length, block_row = blockIdx.x * WAVES * kRows, wave_row = block_row + wave * kRows;
-  const int *block_table = block_tables + (size_t)batch * max_blocks;
-  const int most_seen = rows.seen(min(block_row + WAVES * kRows, rows.count()) - 1), least_seen = rows.seen(block_row);
-  const int tiles = (most_seen + kTile - 1) / kTile;
-  const int first_tile = (long long)tiles * split / splits, end_tile = (long long)tiles * (split + 1) / splits;
+  const PrefillBlock block = prefill_block(WAVES * kRows, queries, group, kv_heads, splits, lengths, offsets);
+  const QueryRows &rows = block.rows;
+  const int first_tile = block.first_tile, end_tile = block.end_tile, wave_row = block.first_row + wave * kRows;
+  const int *block_table = block_tables + (size_t)rows.batch * max_blocks;
 
   // Where a tile lies is worked out by four threads, one tile before it is copied.
   __shared__ Places places[2][kTile / kUnit];
   const auto place = [&](int tile) {
     if (tile < end_tile && thread < kTile / kUnit)
       places[tile % 2][thread] =
-          find_places(block_table, max_blocks, tile * kTile + thread * kUnit, length, block_size, kv_heads, head);
+          find_places(block_table, max_blocks, tile * kTile + thread * kUnit, rows.length, block_size, kv_heads, rows.head);
   };
   const auto copy = [&](int tile) {
     Stage &stage = stages[tile % STAGES];
-    if (tile < end_tile)
-      copy_tile<kThreads, false>(
-          [&](int unit) { return places[tile % 2][unit]; }, thread, k_codes, v_pages, k_scales, v_scales, block_size,
-          [&](int row, int byte) { return &stage.k[row][place_in_row(row, byte)]; },
-          [&](int column, int byte) { return &stage.v[column][byte]; }, stage.k_scale, stage.v_scale);
+    const Places *units = places[tile % 2];
+    if (tile < end_tile) {
+      spread<kTile * HEAD_DIM / 16>(thread, [&](int i) {
+        const int row = i / (HEAD_DIM / 16), byte = i % (HEAD_DIM / 16) * 16;
+        const long long token = units[row / kUnit].token;
+        copy_async(&stage.k[row][place_in_row(row, byte)], k_codes + (token + row % kUnit) * HEAD_DIM + byte,
+                   token >= 0);
+      });
+      spread<HEAD_DIM * kTile * kValueBytes / 16>(thread, [&](int i) {
+        constexpr int kRowChunks = kTile * kValueBytes / 16, kUnitChunks = kUnit * kValueBytes / 16;
+        const int column = i / kRowChunks, chunk = i % kRowChunks;
+        const long long value = units[chunk / kUnitChunks].value;
+        const char *from = v_pages + (value + (unsigned)(column * block_size)) * kValueBytes + chunk % kUnitChunks * 16;
+        copy_async(&stage.v[column][chunk * 16], from, value >= 0);
+      });
+      spread<2 * kTile / 4>(thread, [&](int i) {
+        const int first = i % (kTile / 4) * 4;
+        const bool is_key = i < kTile / 4;
+        const long long token = units[first / kUnit].token;
+        copy_async((is_key ? stage.k_scale : stage.v_scale) + first,
+                   (is_key ? k_scales : v_scales) + token + first % kUnit, token >= 0);
+      });
+    }
     copy_commit();  // an empty group too, so that their number tells the tile
   };
 
@@ -280,7 +301,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     float v_scale[kUnit];  // for V made in registers; of a token that is not there, 0, as its weight, against a NaN
     if constexpr (kPv == BF16_DEQUANTIZED)
       unrolled<kUnit>([&](auto t) {
-        const bool is_there = !is_cut || tile * kTile + run + t.value < length;
+        const bool is_there = !is_cut || tile * kTile + run + t.value < rows.length;
         v_scale[t.value] = is_there ? stage.v_scale[run + t.value] : 0.f;
       });
     unrolled<kColumnTiles>([&](auto n) {
@@ -296,7 +317,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       });
     });
   };
-  const int whole_tiles = min(end_tile, least_seen / kTile);
+  const int whole_tiles = min(end_tile, block.least_seen / kTile);
   for (int tile = first_tile; tile < whole_tiles; ++tile) attend(tile, Index<0>{});
   for (int tile = max(first_tile, whole_tiles); tile < end_tile; ++tile) attend(tile, Index<1>{});
 
@@ -305,7 +326,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   unrolled<Sums::vectors>([&](auto v) {
     total[v.value] = Sums::reduce(total[v.value], sum);
     if (stats && Sums::part_of(lane) == 0 && row[v.value] < rows.count())
-      stats[rows.place(row[v.value]) * splits + split] =
+      stats[rows.place(row[v.value]) * splits + block.split] =
           make_float2(top[v.value] == kNone ? kNone : top[v.value] * q_scale[v.value], total[v.value]);
     total[v.value] = total[v.value] > 0.f ? 1.f / total[v.value] : 0.f;
   });
@@ -314,7 +335,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       constexpr int v = Sums::template vector_of<i.value>;
       const int column = n.value * kColumns + PxV::Sums::template along<i.value>(lane);
       if (row[v] < rows.count())
-        out[(rows.place(row[v]) * splits + split) * HEAD_DIM + column] = output[n.value][i.value] * total[v];
+        out[(rows.place(row[v]) * splits + block.split) * HEAD_DIM + column] = output[n.value][i.value] * total[v];
     });
   });
 }

@@ -61,13 +61,10 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
   Shared &shared = *reinterpret_cast<Shared *>(unaligned + (1024 - misaligned) % 1024);
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * 32 + lane, warpgroup = wave / 4;
-  const int head = blockIdx.y % kv_heads, split = blockIdx.y / kv_heads, batch = blockIdx.z;
-  const QueryRows rows = query_rows(queries, group, kv_heads, head, batch, lengths, offsets);
-  const int length = rows.length, block_row = blockIdx.x * GROUPS * kGroupRows, wave_row = block_row + wave * 16;
-  const int *block_table = block_tables + (size_t)batch * max_blocks;
-  const int most_seen = rows.seen(min(block_row + GROUPS * kGroupRows, rows.count()) - 1);
-  const int least_seen = rows.seen(block_row), tiles = (most_seen + kTile - 1) / kTile;
-  const int first_tile = (long long)tiles * split / splits, end_tile = (long long)tiles * (split + 1) / splits;
+  const PrefillBlock block = prefill_block(GROUPS * kGroupRows, queries, group, kv_heads, splits, lengths, offsets);
+  const QueryRows &rows = block.rows;
+  const int first_tile = block.first_tile, end_tile = block.end_tile, wave_row = block.first_row + wave * 16;
+  const int *block_table = block_tables + (size_t)rows.batch * max_blocks;
 
   if (thread < STAGES) shared.full[thread].init(128), shared.empty[thread].init(4 * GROUPS);
   __syncthreads();
@@ -77,7 +74,8 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     // tile plus, or for swizzled bits xor, what the round adds.
     const auto find = [&](int tile) {
       const int token = tile * kTile + lane % 4 * kUnit;
-      return find_places(block_table, max_blocks, token, tile < end_tile ? length : 0, block_size, kv_heads, head);
+      return find_places(block_table, max_blocks, token, tile < end_tile ? rows.length : 0, block_size, kv_heads,
+                         rows.head);
     };
     constexpr int kChunks = HEAD_DIM / 16, kRoundTokens = 128 / kChunks, kRoundColumns = 128 / 4;
     const int copier = thread % 128, token = copier / kChunks, byte = copier % kChunks * 16, column = copier / 4;
@@ -285,7 +283,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       });
     });
   };
-  const int whole_tiles = min(end_tile, least_seen / kTile);
+  const int whole_tiles = min(end_tile, block.least_seen / kTile);
   for (int tile = first_tile; tile < whole_tiles; ++tile) attend(tile, Index<0>{});
   for (int tile = max(first_tile, whole_tiles); tile < end_tile; ++tile) attend(tile, Index<1>{});
 
@@ -293,7 +291,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     const int row = wave_row + lane / 4 + 8 * v.value;
     total[v.value] = over_row(total[v.value], sum);
     if (row >= rows.count()) return;
-    const size_t part = rows.place(row) * splits + split;
+    const size_t part = rows.place(row) * splits + block.split;
     if (stats && lane % 4 == 0)
       stats[part] = make_float2(top[v.value] == kNone ? kNone : top[v.value] * q_scale[v.value], total[v.value]);
     const float factor = total[v.value] > 0.f ? 1.f / total[v.value] : 0.f;

@@ -22,14 +22,6 @@ enum Pv {
   BF16_PAGES,        // P in bf16, V in bf16 from pages of its own
 };
 
-#if !defined(MATRIX) && GPU_HAS_MMAC
-#define MATRIX mmac
-#elif !defined(MATRIX) && GPU_HAS_MFMA
-#define MATRIX mfma
-#elif !defined(MATRIX)
-#define MATRIX mma
-#endif
-
 template <Pv pv, class Matrix, bool swapped> __host__ __device__ constexpr auto pv_instruction() {
   if constexpr (pv >= BF16) return typename Matrix::Bf16{};
   else if constexpr (pv != UINT8) return typename Matrix::Signed{};

@@ -1,36 +1,19 @@
-// What the prefill kernels share: copies of a tile by the threads of a block.
+// What a block of the prefill kernels works on.
 #pragma once
 #include "attention.h"
 
-// f(i) for a thread's share of 0 .. n - 1. Rolled up where registers are few: addresses of an unrolled loop are kept.
-template <int n, int threads, bool rolled, class F> __device__ __forceinline__ void spread(int thread, F f) {
-#pragma unroll(rolled ? 1 : (n + threads - 1) / threads)
-  for (int round = 0; round < (n + threads - 1) / threads; ++round)
-    if (const int i = round * threads + thread; n % threads == 0 || i < n) f(i);
-}
-
-// Copies a tile, 16 bytes at a time. places(u) is where unit u lies; key(row, byte) and value(column, byte) are where a
-// chunk goes.
-template <int threads, bool rolled, class Where, class Key, class Value>
-__device__ __forceinline__ void copy_tile(Where places, int thread, const int8_t *k_codes, const char *v_pages,
-                                          const float *k_scales, const float *v_scales, int block_size, Key key,
-                                          Value value, float *k_scale, float *v_scale) {
-  spread<kTile * HEAD_DIM / 16, threads, rolled>(thread, [&](int i) {
-    const int row = i / (HEAD_DIM / 16), byte = i % (HEAD_DIM / 16) * 16;
-    const long long token = places(row / kUnit).token;
-    copy_async(key(row, byte), k_codes + (token + row % kUnit) * HEAD_DIM + byte, token >= 0);
-  });
-  spread<HEAD_DIM * kTile * kValueBytes / 16, threads, rolled>(thread, [&](int i) {
-    constexpr int kRowChunks = kTile * kValueBytes / 16, kUnitChunks = kUnit * kValueBytes / 16;
-    const int column = i / kRowChunks, chunk = i % kRowChunks;
-    const long long first = places(chunk / kUnitChunks).value;
-    copy_async(value(column, chunk * 16),
-               v_pages + (first + (unsigned)(column * block_size)) * kValueBytes + chunk % kUnitChunks * 16, first >= 0);
-  });
-  spread<2 * kTile / 4, threads, rolled>(thread, [&](int i) {
-    const int first = i % (kTile / 4) * 4;
-    const bool is_key = i < kTile / 4;
-    const long long token = places(first / kUnit).token;
-    copy_async((is_key ? k_scale : v_scale) + first, (is_key ? k_scales : v_scales) + token + first % kUnit, token >= 0);
-  });
+// Query rows of one KV head from first_row on, and the tiles of the history that are this split's. Every row sees at least
+// least_seen tokens.
+struct PrefillBlock {
+  QueryRows rows;
+  int split, first_row, least_seen, first_tile, end_tile;
+};
+// Grid: row blocks x (kv_heads * splits) x batch, block_rows rows a block.
+__device__ __forceinline__ PrefillBlock prefill_block(int block_rows, int queries, int group, int kv_heads, int splits,
+                                                      const int *lengths, const int *offsets) {
+  const QueryRows rows = query_rows(queries, group, kv_heads, blockIdx.y % kv_heads, blockIdx.z, lengths, offsets);
+  const int split = blockIdx.y / kv_heads, first_row = blockIdx.x * block_rows;
+  const int most_seen = rows.seen(min(first_row + block_rows, rows.count()) - 1);
+  const long long tiles = (most_seen + kTile - 1) / kTile;
+  return {rows, split, first_row, rows.seen(first_row), int(tiles * split / splits), int(tiles * (split + 1) / splits)};
 }

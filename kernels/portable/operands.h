@@ -62,6 +62,15 @@ struct mmac {
   TOKENS(mmac_i32_16x16x32_i8)
 };
 #endif
+// The target's own, unless a build says otherwise.
+#if !defined(MATRIX) && GPU_HAS_MMAC
+#define MATRIX mmac
+#elif !defined(MATRIX) && GPU_HAS_MFMA
+#define MATRIX mfma
+#elif !defined(MATRIX)
+#define MATRIX mma
+#endif
+
 #undef INSTRUCTION_64
 #undef REGISTER_PAIR
 #undef TOKENS

@@ -22,6 +22,9 @@ HEAD_DIMS = (64, 96, 128, 256)
 LOAD = 16
 """Bytes, and so tokens of V, of one vector load: a block is a whole number of them."""
 LARGEST_CODE = 127
+DTYPES = {"k_codes": np.int8, "k_scales": np.float32, "v_codes": np.int8, "v_scales": np.float32,
+          "block_tables": np.int32, "lengths": np.int32}
+"""Of the arrays of a cache."""
 STALE_CODE = -128
 """What `empty` fills pages with. No quantized vector has it."""
 
@@ -75,10 +78,8 @@ class PagedCache:
         table that a length reaches and that names no page, and, below the lengths, a scale that is NaN, infinite or
         negative or the code -128, naming the first bad place.
         """
-        dtypes = {"k_codes": np.int8, "k_scales": np.float32, "v_codes": np.int8, "v_scales": np.float32,
-                  "block_tables": np.int32, "lengths": np.int32}
         dimensions = {"k_codes": 4, "k_scales": 3, "v_codes": 4, "v_scales": 3, "block_tables": 2, "lengths": 1}
-        for name, dtype in dtypes.items():
+        for name, dtype in DTYPES.items():
             array = getattr(self, name)
             if not codes and dtype is np.int8:
                 continue

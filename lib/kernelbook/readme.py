@@ -46,6 +46,12 @@ def prefill(results: dict) -> str:
                  cell=lambda m: f"{m['value']:,.0f}", corner="M = 512, us, cold")
 
 
+def _beside_peers(ratios: list[float], of: str) -> str:
+    """The end of a sentence on times of ours over those of the best peer."""
+    return (f"takes {min(ratios):.2g} to {max(ratios):.2g} times the time of the best peer, and is behind it on "
+            f"{sum(r > 1 for r in ratios)} of {len(ratios)} {of}.")
+
+
 @table("standing")
 def standing(results: dict) -> str:
     """In words, how this collection's fastest kernel stands against the best peer at M = 1 and 512."""
@@ -57,9 +63,7 @@ def standing(results: dict) -> str:
             ours, peers = ([e["value"] for e in sweep if _shape(e) == shape and e["variant"][0].isdigit() is mine]
                            for mine in (True, False))
             ratios.append(min(ours) / min(peers))
-        sentences.append(f"At M = {m} the faster of the two kernels takes {min(ratios):.2g} to {max(ratios):.2g} times "
-                         f"the time of the best peer, and is behind it on {sum(r > 1 for r in ratios)} of "
-                         f"{len(ratios)} shapes.")
+        sentences.append(f"At M = {m} the faster of the two kernels {_beside_peers(ratios, 'shapes')}")
     return " ".join(sentences) + "\n"
 
 
@@ -122,9 +126,7 @@ def attention_standing(results: dict) -> str:
                 cases.setdefault(_attention_case(m), []).append(m)
         ratios = [min(m["value"] for m in case if "int8" in m["variant"] and m["variant"][0].isdigit())
                   / min(m["value"] for m in case if not m["variant"][0].isdigit()) for case in cases.values()]
-        sentences.append(f"In {what} the fastest of our INT8 kernels takes {min(ratios):.2g} to {max(ratios):.2g} "
-                         f"times the time of the best peer, and is behind it on {sum(r > 1 for r in ratios)} of "
-                         f"{len(ratios)} cases.")
+        sentences.append(f"In {what} the fastest of our INT8 kernels {_beside_peers(ratios, 'cases')}")
     return " ".join(sentences) + "\n"
 
 

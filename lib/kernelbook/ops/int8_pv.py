@@ -17,7 +17,7 @@ import numpy as np
 
 from kernelbook.backends import Backend, Source
 from kernelbook.fragments import INSTRUCTIONS, Tokens
-from kernelbook.kv_cache import HEAD_DIMS, PagedCache, check_geometry
+from kernelbook.kv_cache import DTYPES, HEAD_DIMS, PagedCache, check_geometry
 from kernelbook.ops.checks import check_apart, check_array, check_count
 
 # The geometry compiled into kernels/int8_pv/1_quantize_kv.cu and 2_decode.cu.
@@ -224,8 +224,7 @@ class Attention:
     def __init__(self, backend: Backend, cache: PagedCache, form: Form = Form()):
         self.backend, self.cache, self.form = backend, cache, form.on(backend)
         self._given_swapped = form.swapped
-        for name, dtype in (("k_codes", np.int8), ("k_scales", np.float32), ("v_codes", np.int8),
-                            ("v_scales", np.float32), ("block_tables", np.int32), ("lengths", np.int32)):
+        for name, dtype in DTYPES.items():
             array = getattr(cache, name)
             check_array(backend, array, name, getattr(array, "shape", ()), dtype, 4 if dtype is np.int32 else 16)
         on_host = {f.name: backend.numpy(getattr(cache, f.name)) for f in fields(cache) if "codes" not in f.name}
