@@ -96,7 +96,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
         float softmax_scale) {
   GPU_DYNAMIC_SHARED(Stage, stages);
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * kLanes + lane;
-  const PrefillBlock block = prefill_block(WAVES * kRows, queries, group, kv_heads, splits, lengths, offsets);
+  const PrefillBlock block = prefill_block(WAVES * kRows, kTile, queries, group, kv_heads, splits, lengths, offsets);
   const QueryRows &rows = block.rows;
   const int first_tile = block.first_tile, end_tile = block.end_tile, wave_row = block.first_row + wave * kRows;
   const int *block_table = block_tables + (size_t)rows.batch * max_blocks;

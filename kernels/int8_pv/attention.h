@@ -51,6 +51,10 @@ constexpr float kNone = -3e38f;  // the score of a token that is not there: less
 
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ float sum(float a, float b) { return a + b; }
+template <class F> __device__ __forceinline__ float over_wave(float x, F f) {
+  for (int flip = warpSize / 2; flip > 0; flip /= 2) x = f(x, __shfl_xor_sync(GPU_FULL_MASK, x, flip));
+  return x;
+}
 __device__ __forceinline__ float or_zero(float m) { return m == kNone ? 0.f : m; }
 
 // round(x) to the nearest integer, half to even, of |x| < 2^22: in x + 1.5 * 2^23 the last bit is worth 1, and the low
@@ -131,18 +135,27 @@ __device__ __forceinline__ void load_query(QueryRow &row, const float *q) {  // 
     row[i] = q && d < HEAD_DIM ? q[d] : 0.f;
   }
 }
+// What a row whose largest |value| is `top` is multiplied by and what its codes are worth; a row of no more than
+// kSmallestTop counts as zeros.
+constexpr float kSmallestTop = 0x1p-100f;
+struct QueryScale {
+  float scale, inverse;
+  __device__ __forceinline__ uint32_t bits(float x) const { return rounded_bits(x, inverse); }  // low byte: the code
+};
+__device__ __forceinline__ QueryScale query_scale(float top) {
+  return top > kSmallestTop ? QueryScale{top * (1.f / 127.f), 127.f / top} : QueryScale{0.f, 0.f};
+}
 __device__ __forceinline__ float quantize_query(const QueryRow &row, int8_t *codes, float softmax_scale) {
   float top = 0.f;
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; ++i) top = fmaxf(top, fabsf(row[i]));
-  for (int flip = warpSize / 2; flip > 0; flip /= 2) top = fmaxf(top, __shfl_xor_sync(GPU_FULL_MASK, top, flip));
-  const float scale = top / 127.f;
+  const QueryScale scale = query_scale(over_wave(top, larger));
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; ++i) {
     const int d = threadIdx.x + i * warpSize;
-    if (d < HEAD_DIM) codes[d] = scale > 0.f ? (int8_t)rintf(fminf(fmaxf(row[i] / scale, -127.f), 127.f)) : 0;
+    if (d < HEAD_DIM) codes[d] = (int8_t)scale.bits(row[i]);
   }
-  return scale * softmax_scale;
+  return scale.scale * softmax_scale;
 }
 
 // ---- P V of one tile: the same for decode and prefill ----

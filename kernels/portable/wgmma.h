@@ -53,6 +53,10 @@ struct PhaseBarrier {
 };
 // A barrier of one warpgroup, numbered from 1.
 __device__ __forceinline__ void warpgroup_barrier(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
+// A barrier of some warps of the block, numbered from 1.
+template <int threads> __device__ __forceinline__ void group_barrier(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(threads) : "memory");
+}
 // Hands registers from warpgroups that need few to those that need many.
 template <int registers> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
@@ -62,14 +66,19 @@ template <int registers> __device__ __forceinline__ void give_registers() {
 }
 
 // Behind a wait: what was multiplied is there, and no use of it may be moved ahead of this.
-__device__ __forceinline__ void wgmma_arrived(int (&d)[32]) {
+template <int n> __device__ __forceinline__ void wgmma_arrived(int (&d)[n]) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
+  for (int i = 0; i < n; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 #define WGMMA_SUMS                                                                                                    \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define WGMMA_SUMS_64 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 #define WGMMA_OUT(d)                                                                                                  \
   "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),         \
       "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),          \
@@ -81,6 +90,12 @@ __device__ __forceinline__ void wgmma_m64n64k32_s8(int d[32], uint64_t a, uint64
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " WGMMA_SUMS ", %32, %33, p;\n}"
                : WGMMA_OUT(d) : "l"(a), "l"(b), "r"((int)add));
+}
+// The same for 128 columns: A is read once for all of them.
+__device__ __forceinline__ void wgmma_m64n128k32_s8(int d[64], uint64_t a, uint64_t b, bool add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " WGMMA_SUMS_64 ", %64, %65, p;\n}"
+               : WGMMA_OUT(d), WGMMA_OUT((d + 32)) : "l"(a), "l"(b), "r"((int)add));
 }
 // The same with A in registers, s8 or u8.
 #define WGMMA_REGISTERS(name, types)                                                                                  \
@@ -95,5 +110,51 @@ WGMMA_REGISTERS(wgmma_m64n64k32_u8s8_registers, "u8.s8")
 #undef WGMMA_REGISTERS
 #undef WGMMA_OUT
 #undef WGMMA_SUMS
+#undef WGMMA_SUMS_64
+
+// bf16, with A in registers as A of mma_m16n8k16_bf16: d [64 x n] += A B, 16 k, n being 2 sums of a lane each.
+template <int sums> __device__ __forceinline__ void wgmma_arrived(float (&d)[sums]) {
+#pragma unroll
+  for (int i = 0; i < sums; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define WGMMA_TEN(t) ", %" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define WGMMA_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WGMMA_16 WGMMA_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_32 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) ", %30, %31"
+#define WGMMA_64 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) ", %60, %61, %62, %63"
+#define WGMMA_128                                                                                                     \
+  WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6) WGMMA_TEN(7)       \
+      WGMMA_TEN(8) WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_OUT_8(i)                                                                                                \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),         \
+      "+f"(d[i + 7])
+#define WGMMA_OUT_16(i) WGMMA_OUT_8(i), WGMMA_OUT_8(i + 8)
+#define WGMMA_OUT_32(i) WGMMA_OUT_16(i), WGMMA_OUT_16(i + 16)
+#define WGMMA_OUT_64(i) WGMMA_OUT_32(i), WGMMA_OUT_32(i + 32)
+#define WGMMA_OUT_128(i) WGMMA_OUT_64(i), WGMMA_OUT_64(i + 64)
+#define WGMMA_BF16(n, sums, a, b)                                                                                     \
+  __device__ __forceinline__ void wgmma_bf16(float (&d)[sums], const uint32_t (&A)[4], uint64_t B) {                  \
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n                       \
+                 "k16.f32.bf16.bf16 {" WGMMA_##sums "}, {" a "}, " b ", p, 1, 1, 0;\n}"                               \
+                 : WGMMA_OUT_##sums(0) : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B));                         \
+  }
+WGMMA_BF16(16, 8, "%8, %9, %10, %11", "%12")
+WGMMA_BF16(32, 16, "%16, %17, %18, %19", "%20")
+WGMMA_BF16(64, 32, "%32, %33, %34, %35", "%36")
+WGMMA_BF16(128, 64, "%64, %65, %66, %67", "%68")
+WGMMA_BF16(256, 128, "%128, %129, %130, %131", "%132")
+#undef WGMMA_BF16
+#undef WGMMA_OUT_128
+#undef WGMMA_OUT_64
+#undef WGMMA_OUT_32
+#undef WGMMA_OUT_16
+#undef WGMMA_OUT_8
+#undef WGMMA_128
+#undef WGMMA_64
+#undef WGMMA_32
+#undef WGMMA_16
+#undef WGMMA_8
+#undef WGMMA_TEN
 
 #endif

@@ -25,7 +25,7 @@ from functools import cache as remember
 import numpy as np
 
 from kernelbook.fragments import Tokens
-from kernelbook.kv_cache import LARGEST_CODE, PagedCache, quantize_vectors
+from kernelbook.kv_cache import LARGEST_CODE, PagedCache
 
 KEY_TILE = 64
 """Tokens of one round of the online softmax in `prefill`."""
@@ -286,10 +286,24 @@ def scores(q: np.ndarray, k_codes: np.ndarray, k_scales: np.ndarray, softmax_sca
     """Scores to base 2, float32 [rows, tokens], of q float32 [rows, head_dim], quantized by rows, and keys of codes
     int8 [tokens, head_dim] and scales float32 [tokens]. softmax_scale: None takes 1 / sqrt(head_dim)."""
     head_dim = q.shape[1]
-    codes, scale = quantize_vectors(np.ascontiguousarray(q))
+    codes, scale = quantize_queries(q)
     factor = np.float32((head_dim ** -0.5 if softmax_scale is None else softmax_scale) * math.log2(math.e))
     dots = codes.astype(np.float32) @ k_codes.T.astype(np.float32)  # exact: head_dim * 127 * 127 < 2**24
     return dots * ((scale * factor)[:, None] * k_scales)
+
+
+def quantize_queries(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes int8 and scales float32 [rows] of query rows, float32 [rows, head_dim], as the kernels make them: one
+    division a row where `kv_cache.quantize_vectors` has one an element.
+
+    scale = amax * (1 / 127) in float32; code = x * (127 / amax) to the nearest, half to even, where the quotient is
+    rounded to float32 and the product is not. Rows of no more than 2^-100 are zeros.
+    """
+    amax = np.abs(q).max(axis=-1, initial=0)
+    usable = amax > np.float32(2.0 ** -100)
+    inverse = np.divide(np.float32(LARGEST_CODE), amax, out=np.zeros_like(amax), where=usable)
+    codes = np.rint(q * inverse[:, None].astype(np.float64)).astype(np.int8)
+    return codes, np.where(usable, amax * np.float32(1 / LARGEST_CODE), np.float32(0))
 
 
 def partitions(scores: np.ndarray, v_codes: np.ndarray, v_scales: np.ndarray, tokens: Tokens, *, partition: int = 256,

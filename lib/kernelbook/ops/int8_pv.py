@@ -128,7 +128,7 @@ def sources() -> list[Source]:
             *(Source("int8_pv/3_prefill.cu", form | {"WAVES": 8, "STAGES": 3}) for form in forms),
             Source("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": 128, "SLICES": 8}),
             Source("int8_pv/5_dequantize_v.cu"),
-            Source("int8_pv/6_prefill_wgmma.cu", forms[0] | {"SWAPPED": 0, "GROUPS": 3, "STAGES": 4})]
+            Source("int8_pv/6_prefill_wgmma.cu", forms[0] | {"SWAPPED": 0, "GROUPS": 3, "TILE": 64, "STAGES": 4})]
 
 
 def on_device(backend: Backend, cache: PagedCache) -> PagedCache:
@@ -306,6 +306,10 @@ class Attention:
         if wgmma and no_wgmma:
             raise ValueError(f"wgmma = {wgmma}: {no_wgmma}")
         wgmma = no_wgmma is None if wgmma is None else bool(wgmma)
+        tile = _wgmma_tile(cache.head_dim) if wgmma else TILE
+        if form.scale_tokens > tile:
+            raise ValueError(f"scale_tokens = {form.scale_tokens}; a scale covers at most a tile of prefill, {tile} "
+                             f"tokens here")
         known_waves = PREFILL_WAVES[:3] if wgmma else PREFILL_WAVES
         _check_known("waves", waves, (None, *known_waves))
         if splits is not None:
@@ -314,20 +318,21 @@ class Attention:
             return lambda: out
         waves = waves or _choose_waves(kv_rows, cache.head_dim)
         row_blocks = -(-kv_rows // (waves * PREFILL_ROWS))
-        tiles = max(1, -(-int(self._host.lengths.max(initial=0)) // TILE))
+        tiles = max(1, -(-int(self._host.lengths.max(initial=0)) // tile))
         if splits is None:
             splits = choose_splits(row_blocks * cache.kv_heads * cache.batch, tiles, backend.multiprocessors)
         splits = min(splits, tiles)
         parts = out if splits == 1 else backend.empty((rows, splits, cache.head_dim), np.float32)
         stats = None if splits == 1 else backend.empty((rows, splits, 2), np.float32)
-        stage = TILE * (cache.head_dim * (3 if form.pv == "bf16_pages" else 2) + 8)
+        stage = tile * (cache.head_dim * (3 if form.pv == "bf16_pages" else 2) + 8)
         if wgmma:
+            stage += 4 * tile  # a third array of scales
             stage += -stage % WGMMA_ALIGN
         stages = min(4, (112 << 10) // stage)
         shared = stages * stage + waves * PREFILL_ROWS * cache.head_dim
         if wgmma:
-            shared += 2 * WGMMA_ALIGN + waves * cache.head_dim  # to align it; barriers; a row of codes for each wave
-        file, size = ("6_prefill_wgmma", {"GROUPS": waves // 4}) if wgmma else ("3_prefill", {"WAVES": waves})
+            shared += 2 * WGMMA_ALIGN  # to align it; barriers
+        file, size = ("6_prefill_wgmma", {"GROUPS": waves // 4, "TILE": tile}) if wgmma else ("3_prefill", {"WAVES": waves})
         defines = form.defines(cache.head_dim) | size | {"STAGES": stages}
         kernel = backend.compile(f"int8_pv/{file}.cu", defines).kernel("prefill")
         merge = self._merge(parts, stats, None, out, rows, splits, 1, queries * heads)
@@ -436,6 +441,11 @@ def _choose_waves(kv_rows: int, head_dim: int) -> int:
     return next(w for w in PREFILL_WAVES if w * PREFILL_ROWS >= kv_rows or w == most)
 
 
+def _wgmma_tile(head_dim: int) -> int:
+    """Tokens of a tile of 6_prefill_wgmma.cu: as many as registers allow."""
+    return 128 if head_dim == 64 else TILE
+
+
 def _no_wgmma(form: Form, backend: Backend, head_dim: int) -> str | None:
     """Why a prefill cannot run on Hopper's warpgroup instructions; None where it can."""
     if getattr(backend, "arch", None) != "90a":
@@ -451,9 +461,8 @@ def _prefill_form(form: Form, swapped: bool | None) -> Form:
     if swapped not in (None, chained):
         raise ValueError(f"swapped = {swapped} with matrix {form.matrix!r}: prefill keeps its scores in registers, "
                          f"which takes swapped = {chained}")
-    if form.scale_tokens > TILE or form.grouping != "fragment" or form.read != 16 or form.common_scale or form.trace:
-        raise ValueError(f"prefill has no form {form}; scale_tokens is 32 or 64, and grouping, read, common_scale and "
-                         "trace are decode's")
+    if form.grouping != "fragment" or form.read != 16 or form.common_scale or form.trace:
+        raise ValueError(f"prefill has no form {form}; grouping, read, common_scale and trace are decode's")
     return replace(form, swapped=chained)
 
 
