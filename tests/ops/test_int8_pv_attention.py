@@ -134,6 +134,7 @@ WARPGROUPS = [  # sizes and forms of Hopper's kernel, that a GPU compiles beside
     Case(Form("int8", "mma", scale_tokens=64), 256, queries=50, block_size=48, how={"waves": 8, "splits": 3}),
     Case(Form("uint8", "mma"), 64, group=1, queries=70, block_size=544, how={"waves": 4, "splits": 3}),
     Case(Form("uint8", "mma", scale_tokens=64), 128, kv_heads=1, queries=33, how={"waves": 8, "splits": 1}),
+    Case(Form("int8", "mma", scale_tokens=128), 64, queries=50, how={"waves": 12, "splits": 1}),
 ]
 
 
@@ -485,7 +486,8 @@ def test_right_forms_pass_the_gate(backend, case):
 def of_prefill(form):
     """The form as the bound of a prefill takes it: in its orientation, and with the step of a whole tile, which is no
     smaller than that of any part of it, for warpgroup instructions own other tokens."""
-    return replace(form, swapped=form.matrix == "mfma", scale_tokens=64 if form.is_integer else 32)
+    return replace(form, swapped=form.matrix == "mfma",
+                   scale_tokens=max(64, form.scale_tokens) if form.is_integer else 32)
 
 
 @cases(*PREFILL, on_gpu=WARPGROUPS)
@@ -500,6 +502,17 @@ def test_prefill(backend, case, offset):
     assert (out[0] == 0).all()
     if offset == "negative":
         assert (out[2, :3] == 0).all() and out[2, 3:].any(axis=-1).all()
+
+
+@cases(*PREFILL, on_gpu=WARPGROUPS)
+def test_scales_of_values_from_zero_to_large(backend, case):
+    """A token whose values vanish still takes its share of the softmax."""
+    q, cache = case.problem()
+    scales = cache.v_scales * np.exp2(np.random.default_rng(2).integers(-30, 10, cache.v_scales.shape))
+    scales[np.random.default_rng(3).random(scales.shape) < 0.3] = 0
+    cache = replace(cache, v_scales=scales.astype(np.float32))
+    out, _ = run(backend, case.form, q, cache, "prefill", **case.how)
+    assert_right(out, q, cache, of_prefill(case.form))
 
 
 @cases(*PREFILL_BASE)
@@ -729,8 +742,10 @@ def test_bad_prefills(backend, refuses):
     if getattr(backend, "arch", None) != "90a":
         refuses(ValueError, "wgmma = True: .* has no warpgroup instructions of Hopper", call(wgmma=True))
     refuses(ValueError, "wgmma = True: ", call(Form("bf16"), wgmma=True))
-    for change in (WRONG | {"scale_tokens": 128, "trace": True}).items():
+    for change in (WRONG | {"trace": True}).items():
         refuses(ValueError, "prefill has no form", call(Form(**dict([change]))))
+    refuses(ValueError, "scale_tokens = 256; a scale covers at most a tile of prefill", call(Form(scale_tokens=256)))
+    refuses(ValueError, "scale_tokens = 128; .*, 64 tokens here", call(Form(scale_tokens=128), wgmma=False))
     refuses(ValueError, "swapped = .*: prefill keeps its scores in registers", call(Form(swapped=backend.wave == 32)))
 
 

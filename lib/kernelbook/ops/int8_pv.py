@@ -295,9 +295,9 @@ class Attention:
         waves: of a block, 16 rows each: 4, 8, 12 or 16. splits: parts that each history is cut into.
         wgmma: on Hopper's warpgroup instructions (kernels/int8_pv/6_prefill_wgmma.cu), which take head_dim 64, 128 and
         256, "int8" and "uint8". None chooses, each.
-        Raises also ValueError for a form that prefill does not have: scales above 64 tokens, the wrong ones, a trace,
-        `swapped` other than the one in which scores stay in registers (True for mfma, False for mma and mmac), and
-        wgmma where there is none.
+        Raises also ValueError for a form that prefill does not have: scales above a tile (64 tokens, 128 for wgmma with
+        head_dim 64), the wrong ones, a trace, `swapped` other than the one in which scores stay in registers (True for
+        mfma, False for mma and mmac), and wgmma where there is none.
         """
         form, cache, backend = _prefill_form(self.form, self._given_swapped), self.cache, self.backend
         queries, heads, scale, offsets, out = self._check(q, softmax_scale, causal_offset, out)
@@ -332,7 +332,9 @@ class Attention:
         shared = stages * stage + waves * PREFILL_ROWS * cache.head_dim
         if wgmma:
             shared += 2 * WGMMA_ALIGN  # to align it; barriers
-        file, size = ("6_prefill_wgmma", {"GROUPS": waves // 4, "TILE": tile}) if wgmma else ("3_prefill", {"WAVES": waves})
+        file, size = "3_prefill", {"WAVES": waves}
+        if wgmma:
+            file, size = "6_prefill_wgmma", {"GROUPS": waves // 4, "TILE": tile}
         defines = form.defines(cache.head_dim) | size | {"STAGES": stages}
         kernel = backend.compile(f"int8_pv/{file}.cu", defines).kernel("prefill")
         merge = self._merge(parts, stats, None, out, rows, splits, 1, queries * heads)
