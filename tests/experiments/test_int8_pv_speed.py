@@ -277,6 +277,16 @@ def test_decode_speed_says_where_it_is_hidden(timed, pace, full_second):
     assert "batch 1, 2/1 heads of 64: 1.00 to 1.30 times, 1K to 2K, 2.0 to 4.0 blocks" in found.evidence
 
 
+def test_the_gain_in_prefill_stands_beside(timed, pace, lab):
+    pace["bf16", "warm"] = [13, 14]
+    rows = study.prefill_gain(timed, (1, 4, 2, 64), (90, 150), queries=20)
+    assert [(row["history"], row["queries"], row["gain"]) for row in rows] == [(90, 20, 1.3), (150, 20, 1.4)]
+    found = study.decode_speed(timed, **SMALL, prefill=rows)
+    assert "In prefill of 20 queries, batch 1, 4/2 heads of 64, where reading hides nothing: 1.30x at 90, 1.40x at 150." \
+        in found.evidence
+    assert not study.prefill_gain(lab, (1, 4, 2, 64), (90,), queries=20), "no time without a GPU"
+
+
 def test_decode_speed_without_a_full_setting_takes_the_fullest(timed, pace, monkeypatch):
     monkeypatch.setattr(study, "FULL", 1000)
     pace["bf16", "cold"] = [5, 5, 5, 11.1, 11.1, 12.6]

@@ -392,12 +392,33 @@ def _joined(rows: list[dict], accuracy: list[dict]) -> list[dict]:
 
 # ---------------------------------------------------------------- INT8 against BF16 P V (P08)
 
+def prefill_gain(lab: Lab, setting: Sequence[int], histories: Sequence[int] = tuple(ARTICLE_GAIN), queries: int = 512,
+                 budget_s: float = BUDGET_S) -> list[dict]:
+    """INT8 against BF16 P V in the same prefill kernel (3_prefill.cu): a byte that is read is multiplied by many rows, so
+    that nothing hides what the product costs. Rows of {sizes, "int8 us", "bf16 us", gain}, warm; none without a GPU.
+
+    setting: batch, heads, kv_heads, head_dim.
+    """
+    rows = []
+    for shape in _shapes([setting], histories, queries=queries) if lab.timed else ():
+        problem = _Problem(lab, shape, "prefill gain")
+
+        def bind(attention, q, out, offset=shape.history):
+            return attention.prefill(q, out=out, causal_offset=offset, wgmma=False)
+        benches = {pv: _bench(problem, Form(pv), bind, f"3_prefill_{pv}") for pv in ("int8", "bf16")}
+        if all([bench.check() for bench in benches.values()]):
+            int8, bf16 = (row["us"] for row in _race(benches, budget_s))
+            rows.append(shape.case | {"int8 us": int8, "bf16 us": bf16, "gain": bf16 / int8})
+    return rows
+
+
 def decode_speed(lab: Lab, settings: Sequence[Sequence[int]] = SETTINGS, histories: Sequence[int] = HISTORIES,
-                 accuracy: Sequence[int] = ACCURACY, memory_gib: float = MEMORY_GIB,
-                 budget_s: float = BUDGET_S) -> Finding:
+                 accuracy: Sequence[int] = ACCURACY, memory_gib: float = MEMORY_GIB, budget_s: float = BUDGET_S,
+                 prefill: Sequence[dict] = ()) -> Finding:
     """INT8 against BF16 P V in the same decode kernel, from short to long histories; the finding on P08.
 
-    settings: batch, heads, kv_heads, head_dim each. accuracy: the same and a history, of the errors.
+    settings: batch, heads, kv_heads, head_dim each. accuracy: the same and a history, of the errors. prefill: rows of
+    `prefill_gain`, to stand beside.
     Data: rows of {sizes, cache, "int8 us", "bf16 us", gain, its p10 and p90, "int8 of read", "bf16 of read", blocks},
     blocks of the grid for each multiprocessor. The article's figures are put to the first setting that fills the
     multiprocessors at their histories, since a setting that does not cannot show what a product costs. Without a GPU
@@ -419,6 +440,9 @@ def decode_speed(lab: Lab, settings: Sequence[Sequence[int]] = SETTINGS, histori
         return _none_right("P08", words, table)
     gains = [gain for gain in table if gain["cache"] == "cold"]
     words += f" {_of_settings(gains)}"
+    if prefill:
+        words += (f" In prefill of {prefill[0]['queries']} queries, {_setting(prefill[0])}, where reading hides nothing: "
+                  + ", ".join(f"{row['gain']:.2f}x at {_tokens(row['history'])}" for row in prefill) + ".")
     judged: dict[str, dict[int, dict]] = {}
     for gain in gains:
         if gain["history"] in ARTICLE_GAIN:
