@@ -75,10 +75,10 @@ def _static_arguments(parser):
 def static(options) -> int:
     """Compile every kernel for every target, no GPU needed; print registers, spills and instructions per MAC."""
     from kernelbook import backends, toolchain
-    from kernelbook.ops import gated_delta_net, grouped_gemm, int8_pv, q4_probe
+    from kernelbook.ops import gated_delta_net, grouped_gemm, int8_pv, layer, prefill_gemm, q4_probe
 
-    sources = [*grouped_gemm.sources(), *q4_probe.sources(), *gated_delta_net.sources(), *int8_pv.sources(),
-               backends.Source("ceilings/memory.cu")]
+    families = (grouped_gemm, q4_probe, prefill_gemm, gated_delta_net, layer, int8_pv)
+    sources = [*(source for family in families for source in family.sources()), backends.Source("ceilings/memory.cu")]
     print(toolchain.table(sources, options.targets), end="")
     return 0
 
