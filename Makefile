@@ -4,8 +4,9 @@
 # make lab        JupyterLab on the collection
 # make static     what the compilers make of every kernel, for every target, no GPU needed
 # make sanitize   the kernels' tests under compute-sanitizer, on a machine with an NVIDIA GPU
+# make llama.cpp  build llama.cpp from its source package, an optional peer; needs CUDA's nvcc (ARGS="--cpu" does not)
 # make setup      only the set-up that the others do first: a virtual environment in .venv
-# make clean      remove .venv and the cache of compiled kernels; runs/ stays
+# make clean      remove .venv and the cache of compiled kernels; runs/ and .llama.cpp/ stay
 #
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 # PY=python3 skips .venv and takes a Python that already has the packages of requirements.txt.
@@ -20,7 +21,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup reproduce test lab static sanitize clean
+.PHONY: help setup reproduce test lab static sanitize llama.cpp clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -56,6 +57,10 @@ static: $(READY)
 sanitize: $(READY)
 	for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) -m pytest -m gpu tests/ops --timeout 0 || exit 1; done
+
+llama.cpp: $(READY)
+	@{ command -v cmake && command -v ninja; } >/dev/null || $(PY) -m pip install -q cmake ninja
+	$(PY) -m kernelbook.peers.llama_cpp.build $(ARGS)
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache
