@@ -227,9 +227,8 @@ def test_launches_are_counted(model):
     article, tiled = launches(ARTICLE), launches(DESIGNS["tiled_fp32"])
     assert article["q4_explicit_fma"] == 2 * TINY.gemms + 1  # two tiles; lm_head on the last token only
     assert article["add_norm"] == 2 * TINY.layers + 1 and article["sequential"] == 3 and article["sdpa"] == 1
-    assert article["gdn_split"] == 0
     assert tiled["prefill_tiled_fp32"] == sum(p.count for p in TINY.fused()) + 1 == 17
-    assert tiled["gdn_split"] == tiled["chunk_scan"] == 3
+    assert tiled["conv_and_gates"] == tiled["chunk_scan"] == 3
 
 
 # ---- attention

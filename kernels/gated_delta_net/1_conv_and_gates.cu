@@ -25,30 +25,32 @@ __device__ __forceinline__ float softplus(float x) {
 }
 
 __device__ __forceinline__ void gates(const float *a, const float *b, const float *a_log, const float *dt_bias,
-                                      float *g, float *beta, int first, int end, int heads) {
+                                      float *g, float *beta, int first, int end, int heads, int64_t stride) {
   for (int i = threadIdx.x; i < (end - first) * heads; i += kThreads) {
     const int head = i % heads;
-    const size_t place = (size_t)first * heads + i;
-    g[place] = -expf(a_log[head]) * softplus(a[place] + dt_bias[head]);
-    beta[place] = sigmoid(b[place]);
+    const size_t from = (first + i / heads) * stride + head, place = (size_t)first * heads + i;
+    g[place] = -expf(a_log[head]) * softplus(a[from] + dt_bias[head]);
+    beta[place] = sigmoid(b[from]);
   }
 }
 
 // x [tokens][heads][128], heads = 2 key_heads + value_heads: those of q, of k, of v; conv_weight [heads][128][4], the
 // last tap for the token itself. initial, final [3][heads][128]: the last tokens' x, oldest first; either may be null
 // (zeros, nothing written), and both the same. a, b, g, beta [tokens][value_heads]; a_log, dt_bias [value_heads].
+// Tokens of x are x_stride numbers apart, those of a and of b gate_stride: parts of a fused projection's rows.
 // q, k [tokens][key_heads][128]; v [tokens][value_heads][128].
 // Grid: for each run of 8 tokens, and for one run where there are none, ceil(heads / 8) blocks and one for the gates.
 extern "C" __global__ void __launch_bounds__(kThreads)
 conv_and_gates(const float *__restrict__ x, const float *__restrict__ conv_weight, const float *initial, float *final,
                const float *__restrict__ a, const float *__restrict__ b, const float *__restrict__ a_log,
                const float *__restrict__ dt_bias, float *__restrict__ q, float *__restrict__ k, float *__restrict__ v,
-               float *__restrict__ g, float *__restrict__ beta, int tokens, int key_heads, int value_heads) {
+               float *__restrict__ g, float *__restrict__ beta, int tokens, int key_heads, int value_heads,
+               int64_t x_stride, int64_t gate_stride) {
   const int heads = 2 * key_heads + value_heads, head_blocks = (heads + kHeads - 1) / kHeads;
   const int run = blockIdx.x / (head_blocks + 1), head_block = blockIdx.x % (head_blocks + 1);
   const int first = run * kRun, end = min(first + kRun, tokens);
   if (head_block == head_blocks) {
-    gates(a, b, a_log, dt_bias, g, beta, first, end, value_heads);
+    gates(a, b, a_log, dt_bias, g, beta, first, end, value_heads, gate_stride);
     return;
   }
   const int own = head_block * kHeads + threadIdx.x / kHeadLanes;
@@ -58,7 +60,7 @@ conv_and_gates(const float *__restrict__ x, const float *__restrict__ conv_weigh
 
   const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
   const auto input = [&](int token) {  // from the state before the first token
-    if (token >= 0) return load4(x + token * stride + channel);
+    if (token >= 0) return load4(x + token * x_stride + channel);
     return initial ? load4(initial + (token + kTaps - 1) * stride + channel) : zero;
   };
   const float4 weight[4] = {load4(conv_weight + channel * kTaps), load4(conv_weight + (channel + 1) * kTaps),

@@ -409,13 +409,9 @@ class Pass:
         parts = self._project(weights, "gdn_norm", x)
         net = GatedDeltaNet(backend, weights.gdn, self.design.gdn, terms=self.design.gdn_terms)
         scratch = self._once("gdn", lambda: net.scratch(self.tokens))
-        qkv, a, b = parts["gdn_qkv"], parts["gdn_a"], parts["gdn_b"]
-        if self.design.fused:
-            apart = self._once("split", lambda: tuple(backend.empty(p.shape, np.float32) for p in (qkv, a, b)))
-            self._steps.append(layer.split(backend, (qkv, a, b), apart))
-            qkv, a, b = apart
         conv, recurrent = (state.conv, state.recurrent) if self.start else (None, None)
-        self._steps += [net.prepare_inputs(qkv, a, b, initial=conv, final=state.conv, inputs=scratch.inputs),
+        self._steps += [net.prepare_inputs(parts["gdn_qkv"], parts["gdn_a"], parts["gdn_b"], initial=conv,
+                                           final=state.conv, inputs=scratch.inputs),
                         net.prepare_recurrence(scratch.inputs, initial=recurrent, final=state.recurrent, out=scratch.o,
                                                factors=scratch.factors)]
         out = self._activations(self._sizes["gdn_out"].k)

@@ -283,8 +283,8 @@ def test_the_gain_in_prefill_stands_beside(timed, pace, lab):
     assert [(row["history"], row["queries"], row["gain"]) for row in rows] == [(90, 20, 1.3), (150, 20, 1.4)]
     pace["bf16", "warm"] = 10
     found = study.decode_speed(timed, **SMALL | {"histories": ARTICLE}, prefill=rows)
-    assert "In prefill of 20 queries, batch 1, 4/2 heads of 64, where reading hides nothing: 1.30x at 90, 1.40x at 150." \
-        in found.evidence
+    assert ("In prefill of 20 queries, batch 1, 4/2 heads of 64, where reading hides nothing: 1.30x at 90, "
+            "1.40x at 150.") in found.evidence
     assert not study.prefill_gain(lab, (1, 4, 2, 64), (90,), queries=20), "no time without a GPU"
 
 

@@ -171,6 +171,21 @@ def test_inputs_against_float64(backend, tokens):
         assert np.array_equal(backend.numpy(final), left)
 
 
+def test_inputs_may_be_parts_of_fused_rows(backend):
+    w, (x, _, a, b) = weights(), layer_input(5, weights())
+    net, conv = SEQUENTIAL.net(backend), backend.array(state(weights()).conv)
+    fused = backend.array(np.concatenate([x, normal(5, 4), b, a], axis=1))
+    parts = fused[:, :w.channels], fused[:, -VALUE_HEADS:], fused[:, -2 * VALUE_HEADS:-VALUE_HEADS]
+    finals = [backend.empty(conv.shape, np.float32) for _ in range(2)]
+    apart = on_host(backend, net.prepare_inputs(*map(backend.array, (x, a, b)), initial=conv, final=finals[0])())
+    found = on_host(backend, net.prepare_inputs(*parts, initial=conv, final=finals[1])())
+    for name, array in vars(apart).items():
+        assert np.array_equal(getattr(found, name), array)
+    assert np.array_equal(*map(backend.numpy, finals))
+    with pytest.raises(ValueError, match=r"rows of a and of b are \[6, 1296\] numbers apart"):
+        net.prepare_inputs(parts[0], parts[1], backend.array(b))
+
+
 def test_gates_at_the_ends_of_their_range(backend):
     w = replace(weights(), dt_bias=np.zeros(VALUE_HEADS, np.float32))
     values = np.array([0, -1e-3, -20, -80, 30, 500], np.float32)

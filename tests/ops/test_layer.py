@@ -144,16 +144,6 @@ def test_rotary_by_hand():
     assert table.shape == (3, 2, 16) and np.allclose(table[2, :, 15], (np.cos(slow), np.sin(slow)))
 
 
-@pytest.mark.parametrize("columns,gates", [(4, 4), (1020, 8), (2048, 12)])
-def test_split(backend, columns, gates):
-    parts = normal(3, columns), normal(3, gates, seed=1), normal(3, gates, seed=2)
-    x, _, b, a = apart(backend, parts[0], normal(3, 8), parts[2], parts[1])
-    out = tuple(backend.empty(part.shape, np.float32) for part in parts)
-    op.split(backend, (x, a, b), out)()
-    for found, right in zip(out, parts, strict=True):
-        assert np.array_equal(backend.numpy(found), right)
-
-
 @pytest.mark.parametrize("columns", [32, 1056])
 def test_embedding(backend, columns):
     tiles = formats.random_tiles(np.random.default_rng(0), 12, columns)
@@ -282,7 +272,7 @@ def test_bad_input_is_refused_before_anything_is_written(backend):
 
     x, out, heads = empty(3, 64), empty(3, 64), empty(3, 1, 128)
     row, wide = empty(64), empty(3, 128)
-    q, k, turns, two = empty(3, 256), empty(3, 128), empty(3, 2, 16), (empty(3, 4), empty(3, 4))
+    q, k, turns = empty(3, 256), empty(3, 128), empty(3, 2, 16)
     cases = [
         (TypeError, "stream is a ndarray; expected an array on",
          lambda: op.add_norm(backend, np.zeros((3, 64), np.float32), None, row, out)),
@@ -326,12 +316,6 @@ def test_bad_input_is_refused_before_anything_is_written(backend):
                                  empty(3, 1, 128, dtype=np.uint16))),
         (ValueError, "k_out overlaps q_out|q_out overlaps k_out",
          lambda: op.rotary_heads(backend, q, k, k, empty(128), empty(128), turns, heads, heads, empty(3, 1, 128))),
-        (ValueError, "x has 6 columns; expected a multiple of 4",
-         lambda: op.split(backend, (empty(3, 6), empty(3, 4), empty(3, 4)), (empty(3, 6), empty(3, 4), empty(3, 4)))),
-        (ValueError, "rows of a are 4 numbers apart, those of b 128",
-         lambda: op.split(backend, (x, empty(3, 4), wide[:, :4]), (out, empty(3, 4), empty(3, 4)))),
-        (ValueError, r"out\[1\] overlaps rows\[0\]",
-         lambda: op.split(backend, (x, *two), (out, x.reshape(-1)[:12].reshape(3, 4), empty(3, 4)))),
         (TypeError, "ids has dtype int64",
          lambda: op.embedding(backend, empty(2, 2, 72, dtype=np.uint8), empty(3, dtype=np.int64), out)),
         (ValueError, r"table has shape \(2, 2, 64\); expected \(2, 2, 72\)",
@@ -355,6 +339,6 @@ def test_kernels_build_without_spills(target):
         pytest.skip(reason)
     rows = [row for source in op.sources() for row in toolchain.evidence(source, [target])]
     assert [row["kernel"] for row in rows] == ["q4_rows", "add_norm", "rotary_heads", "attention_gate", "silu_product",
-                                               "silu_norm", "gdn_split", "q4_random_tiles"]
+                                               "silu_norm", "q4_random_tiles"]
     for row in rows:
         assert row["spill_bytes"] == 0, row

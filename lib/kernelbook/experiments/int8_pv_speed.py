@@ -394,7 +394,7 @@ def _joined(rows: list[dict], accuracy: list[dict]) -> list[dict]:
 
 def prefill_gain(lab: Lab, setting: Sequence[int], histories: Sequence[int] = tuple(ARTICLE_GAIN), queries: int = 512,
                  budget_s: float = BUDGET_S) -> list[dict]:
-    """INT8 against BF16 P V in the same prefill kernel (3_prefill.cu): a byte that is read is multiplied by many rows, so
+    """INT8 against BF16 P V in the same prefill kernel (3_prefill.cu): a byte that is read meets many rows, so
     that nothing hides what the product costs. Rows of {sizes, "int8 us", "bf16 us", gain}, warm; none without a GPU.
 
     setting: batch, heads, kv_heads, head_dim.
@@ -441,7 +441,8 @@ def decode_speed(lab: Lab, settings: Sequence[Sequence[int]] = SETTINGS, histori
     gains = [gain for gain in table if gain["cache"] == "cold"]
     words += f" {_of_settings(gains)}"
     if prefill:
-        words += (f" In prefill of {prefill[0]['queries']} queries, {_setting(prefill[0])}, where reading hides nothing: "
+        words += (f" In prefill of {prefill[0]['queries']} queries, {_setting(prefill[0])}, "
+                  "where reading hides nothing: "
                   + ", ".join(f"{row['gain']:.2f}x at {_tokens(row['history'])}" for row in prefill) + ".")
     judged: dict[str, dict[int, dict]] = {}
     for gain in gains:

@@ -21,12 +21,37 @@ def check_array(backend, array, what, shape, dtype, align):
         raise ValueError(f"{what} starts at address {backend.pointer(array):#x}; expected a multiple of {align} bytes")
 
 
+def check_rows(backend, array, what, shape, dtype, align) -> int:
+    """Numbers from one row of a matrix to the next, whose rows have no gaps but may lie apart, as columns of a larger
+    matrix do: fused[:, 4:8]. TypeError and ValueError as `check_array` has them, and ValueError for numbers that lie
+    apart and for rows that do not start at multiples of `align`.
+    """
+    if backend.owns(array) and array.dtype == dtype and tuple(array.shape) == tuple(shape) and 0 not in shape:
+        row, number = array.strides
+        if number != array.itemsize or row < number * shape[1] or row % align:
+            raise ValueError(f"{what} has strides {array.strides}; expected rows without gaps, multiples of {align} "
+                             "bytes apart")
+        check_array(backend, array[0], what, shape[1:], dtype, align)
+        return row // number
+    check_array(backend, array, what, shape, dtype, align)
+    return shape[1]
+
+
+def start(rows):
+    """An array without gaps at the same address as `rows`, as kernels take it; they are told how far apart rows are."""
+    return rows[0] if len(rows) else rows
+
+
 def check_apart(backend, written: dict, read: dict):
     """ValueError where an array to write shares bytes with another: kernels read through __restrict__ pointers.
 
-    written, read: device arrays by their name in the error.
+    written, read: device arrays by their name in the error. Of rows that lie apart, all from the first byte to the last
+    counts.
     """
-    spans = {what: (backend.pointer(a), backend.pointer(a) + a.nbytes) for what, a in (read | written).items()}
+    def span(array):
+        last = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+        return backend.pointer(array), backend.pointer(array) + (last + array.itemsize if array.size else 0)
+    spans = {what: span(array) for what, array in (read | written).items()}
     for what in written:
         for other in spans:
             (begin, end), (other_begin, other_end) = spans[what], spans[other]

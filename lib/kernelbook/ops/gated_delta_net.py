@@ -42,7 +42,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kernelbook.backends import Backend, Source
-from kernelbook.ops.checks import check_apart, check_array
+from kernelbook.ops.checks import check_apart, check_array, check_rows, start
 
 HEAD_DIM = 128
 TAPS = 4
@@ -212,6 +212,7 @@ class GatedDeltaNet:
         [tokens, value_heads * 128] on the device. Everything is checked here, once; nothing is synchronized.
 
         x: float32 [tokens, channels], z: [tokens, value_heads * 128], a, b: [tokens, value_heads], all on the device.
+        Rows of x, a and b may lie apart, those of a as far as those of b: parts of a fused projection.
         initial: the state before the first token; None is all zeros. final: where the state after the last token goes;
         None leaves it. Both may hold the same arrays, and then each call goes on where the last one ended.
         scratch: made where it is not given.
@@ -220,7 +221,8 @@ class GatedDeltaNet:
         Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
         alignment, and where an array to write shares memory with another, but for final with the same array of initial.
         """
-        tokens = self._tokens(x, "x", (self.channels,))
+        tokens = len(x) if len(getattr(x, "shape", ())) == 2 else 1  # any other shape is refused below
+        check_rows(self.backend, x, "x", (tokens, self.channels), np.float32, 16)
         for what, state in (("initial", initial), ("final", final)):
             if not isinstance(state, State | None):
                 raise TypeError(f"{what} is a {type(state).__name__}; expected a State or None")
@@ -249,16 +251,22 @@ class GatedDeltaNet:
         x, a, b: as `prepare` takes them. initial, final: float32 [3, channels], as `prepare` has `State.conv`.
         Raises what `prepare` raises.
         """
-        tokens = self._tokens(x, "x", (self.channels,))
+        tokens = len(x) if len(getattr(x, "shape", ())) == 2 else 1  # any other shape is refused here
+        x_stride = check_rows(self.backend, x, "x", (tokens, self.channels), np.float32, 16)
         inputs = self.scratch(tokens).inputs if inputs is None else inputs
         gates, conv = (tokens, self.value_heads), (TAPS - 1, self.channels)
-        self._check({"a": (a, gates), "b": (b, gates)} | self._with_shapes(inputs, tokens))
+        gate_strides = {check_rows(self.backend, array, what, gates, np.float32, 4)
+                        for what, array in (("a", a), ("b", b))}
+        if len(gate_strides) > 1:
+            raise ValueError(f"rows of a and of b are {sorted(gate_strides)} numbers apart; expected one distance")
+        self._check(self._with_shapes(inputs, tokens))
         self._check_states(initial, final, conv)
         self._check_apart(vars(inputs) | {"final": final}, {"x": x, "a": a, "b": b, "initial": initial})
         kernel = self.backend.compile(_file("1_conv_and_gates")).kernel("conv_and_gates")
         blocks = -(-self.channels // HEAD_DIM // HEADS_OF_BLOCK) + 1
-        args = [x, self._conv, initial, final, a, b, self._a_log, self._dt_bias, *vars(inputs).values(),
-                *map(np.int32, (tokens, self.key_heads, self.value_heads))]
+        args = [start(x), self._conv, initial, final, start(a), start(b), self._a_log, self._dt_bias,
+                *vars(inputs).values(), *map(np.int32, (tokens, self.key_heads, self.value_heads)),
+                *map(np.int64, (x_stride, *gate_strides))]
 
         def launch():
             kernel((blocks * max(1, -(-tokens // RUN)), 1, 1), (HEADS_OF_BLOCK * 32, 1, 1), args)

@@ -6,7 +6,6 @@
     attention_gate    out = attention * sigmoid(gate)
     silu_product      out = silu(gate) * up
     silu_norm         out = weight * o / rms(o) * silu(z), head by head
-    split             x, a and b out of a fused projection's rows
     random_tiles      weights, made on the device
 
 Each of these checks its arrays, compiles, and returns a call of no arguments that only launches; nothing is
@@ -27,7 +26,7 @@ import numpy as np
 
 from kernelbook import formats
 from kernelbook.backends import Backend, Source
-from kernelbook.ops.checks import check_array, check_count
+from kernelbook.ops.checks import check_apart, check_array, check_count, check_rows, start
 
 EPSILON = 1e-6  # in the norms, as the model has it
 GDN_HEAD_DIM = 128
@@ -42,7 +41,7 @@ def sources() -> list[Source]:
     return [_source("1_embedding"), _source("2_add_norm", COLUMNS=5120, **out),
             _source("3_rotary_heads", HEAD_DIM=256, ROTARY=64, OUT="Bf16"),
             _source("4_attention_gate", IN="Bf16", **out), _source("5_silu_product", IN="Bf16", **out),
-            _source("6_silu_norm", **out), _source("7_split"), _source("8_random_tiles")]
+            _source("6_silu_norm", **out), _source("7_random_tiles")]
 
 
 def _source(name: str, **defines) -> Source:
@@ -73,7 +72,7 @@ def embedding(backend: Backend, table, ids, out) -> Callable:
     check_array(backend, table, "table", (table.shape[0], table.shape[1], formats.TILE_BYTES), np.uint8, 8)
     check_array(backend, ids, "ids", (tokens,), np.int32, 4)
     check_array(backend, out, "out", (tokens, columns), np.float32, 16)
-    _check_apart(backend, {"out": out}, {"table": table, "ids": ids})
+    check_apart(backend, {"out": out}, {"table": table, "ids": ids})
     return _launch(backend, _source("1_embedding"), "q4_rows", (tokens, -(-columns // 1024)),
                    [table, ids, out, np.int32(columns)], out, threads=128)
 
@@ -93,7 +92,7 @@ def add_norm(backend: Backend, stream, delta, weight, out, *, sum=None) -> Calla
     check_array(backend, weight, "weight", (columns,), np.float32, 16)
     written, form = _out(backend, out, tokens, columns)
     is_in_place = backend.pointer(sum) == backend.pointer(stream)
-    _check_apart(backend, written | {"sum": sum},
+    check_apart(backend, written | {"sum": sum},
                  {what: a for what, a in (arrays | {"weight": weight}).items()
                   if what != "sum" and not (what == "stream" and is_in_place)})
     return _launch(backend, _source("2_add_norm", COLUMNS=columns, OUT=form), "add_norm", (tokens,),
@@ -115,7 +114,7 @@ def rotary_heads(backend: Backend, q, k, v, q_norm, k_norm, turns, q_out, k_out,
         raise ValueError(f"head_dim = {head_dim}; expected a multiple of 128")
     if rotary not in (8, 16, 32, 64, 128):
         raise ValueError(f"turns are of {rotary} numbers; expected 8, 16, 32, 64 or 128")
-    strides = [_rows(backend, array, what, tokens, columns) for what, array, columns in (
+    strides = [check_rows(backend, array, what, (tokens, columns), np.float32, 16) for what, array, columns in (
         ("q", q, 2 * heads * head_dim), ("k", k, kv_heads * head_dim), ("v", v, kv_heads * head_dim))]
     for what, array in {"q_norm": q_norm, "k_norm": k_norm}.items():
         check_array(backend, array, what, (head_dim,), np.float32, 16)
@@ -125,10 +124,10 @@ def rotary_heads(backend: Backend, q, k, v, q_norm, k_norm, turns, q_out, k_out,
     for what, array in written.items():
         shape = (tokens, heads if what == "q_out" else kv_heads, head_dim)
         check_array(backend, array, what, shape, number, 16)
-    _check_apart(backend, written, {"q": q, "k": k, "v": v, "q_norm": q_norm, "k_norm": k_norm, "turns": turns})
+    check_apart(backend, written, {"q": q, "k": k, "v": v, "q_norm": q_norm, "k_norm": k_norm, "turns": turns})
     return _launch(backend, _source("3_rotary_heads", HEAD_DIM=head_dim, ROTARY=rotary, OUT=form), "rotary_heads",
                    (tokens, -(-(heads + 2 * kv_heads) // (THREADS // 32))),
-                   [*map(_start, (q, k, v)), q_norm, k_norm, turns, q_out, k_out, v_out,
+                   [*map(start, (q, k, v)), q_norm, k_norm, turns, q_out, k_out, v_out,
                     *map(np.int32, (heads, kv_heads)), *map(np.int64, strides)], (q_out, k_out, v_out))
 
 
@@ -144,12 +143,12 @@ def attention_gate(backend: Backend, attention, q, out) -> Callable:
     _check_columns("attention's last axis", head_dim)
     given, number = _number(attention)
     check_array(backend, attention, "attention", attention.shape, number, 16)
-    stride = _rows(backend, q, "q", tokens, 2 * heads * head_dim)
+    stride = check_rows(backend, q, "q", (tokens, 2 * heads * head_dim), np.float32, 16)
     written, form = _out(backend, out, tokens, heads * head_dim)
-    _check_apart(backend, written, {"attention": attention, "q": q})
+    check_apart(backend, written, {"attention": attention, "q": q})
     return _launch(backend, _source("4_attention_gate", IN=given, OUT=form), "attention_gate",
                    (tokens, -(-heads * head_dim // (4 * THREADS))),
-                   [attention, _start(q), *_codes_and_scales(out), np.int32(heads), np.int32(head_dim),
+                   [attention, start(q), *_codes_and_scales(out), np.int32(heads), np.int32(head_dim),
                     np.int64(stride)], out)
 
 
@@ -158,12 +157,13 @@ def silu_product(backend: Backend, gate, up, out) -> Callable:
     tokens, columns = _matrix(gate, "gate")
     _check_columns("gate", columns)
     given, number = _number(gate)
-    strides = [_rows(backend, array, what, tokens, columns, number) for what, array in (("gate", gate), ("up", up))]
+    strides = [check_rows(backend, array, what, (tokens, columns), number, 16)
+               for what, array in (("gate", gate), ("up", up))]
     written, form = _out(backend, out, tokens, columns)
-    _check_apart(backend, written, {"gate": gate, "up": up})
+    check_apart(backend, written, {"gate": gate, "up": up})
     return _launch(backend, _source("5_silu_product", IN=given, OUT=form), "silu_product",
                    (tokens, -(-columns // (4 * THREADS))),
-                   [_start(gate), _start(up), *_codes_and_scales(out), np.int32(columns), *map(np.int64, strides)], out)
+                   [start(gate), start(up), *_codes_and_scales(out), np.int32(columns), *map(np.int64, strides)], out)
 
 
 def silu_norm(backend: Backend, o, z, weight, out) -> Callable:
@@ -176,35 +176,13 @@ def silu_norm(backend: Backend, o, z, weight, out) -> Callable:
         raise ValueError(f"o has shape {getattr(o, 'shape', None)}; expected [M, heads, {GDN_HEAD_DIM}]")
     tokens, heads, _ = o.shape
     check_array(backend, o, "o", (tokens, heads, GDN_HEAD_DIM), np.float32, 16)
-    stride = _rows(backend, z, "z", tokens, heads * GDN_HEAD_DIM)
+    stride = check_rows(backend, z, "z", (tokens, heads * GDN_HEAD_DIM), np.float32, 16)
     check_array(backend, weight, "weight", (GDN_HEAD_DIM,), np.float32, 16)
     written, form = _out(backend, out, tokens, heads * GDN_HEAD_DIM)
-    _check_apart(backend, written, {"o": o, "z": z, "weight": weight})
+    check_apart(backend, written, {"o": o, "z": z, "weight": weight})
     return _launch(backend, _source("6_silu_norm", OUT=form), "silu_norm",
                    (tokens, -(-heads * GDN_HEAD_DIM // (4 * THREADS))),
-                   [o, _start(z), weight, *_codes_and_scales(out), np.int32(heads), np.int64(stride)], out)
-
-
-def split(backend: Backend, rows: tuple, out: tuple) -> Callable:
-    """Copies of three rows: x [M, K], and a and b [M, heads], which lie equally far apart.
-
-    rows, out: x, a and b each, out float32 without gaps; K and heads multiples of 4.
-    """
-    tokens, columns = _matrix(rows[0], "rows[0]")
-    _, gates = _matrix(rows[1], "rows[1]")
-    for what, number in (("x", columns), ("a", gates)):
-        if number % 4:
-            raise ValueError(f"{what} has {number} columns; expected a multiple of 4")
-    strides = [_rows(backend, array, f"rows[{i}]", tokens, (columns, gates, gates)[i]) for i, array in enumerate(rows)]
-    if strides[1] != strides[2]:
-        raise ValueError(f"rows of a are {strides[1]} numbers apart, those of b {strides[2]}; expected one distance")
-    for i, array in enumerate(out):
-        check_array(backend, array, f"out[{i}]", (tokens, (columns, gates, gates)[i]), np.float32, 16)
-    _check_apart(backend, {f"out[{i}]": array for i, array in enumerate(out)},
-                 {f"rows[{i}]": array for i, array in enumerate(rows)})
-    return _launch(backend, _source("7_split"), "gdn_split", (tokens, -(-(columns + 2 * gates) // (4 * THREADS))),
-                   [*map(_start, rows), *out, np.int32(columns), np.int32(gates), np.int64(strides[0]),
-                    np.int64(strides[1])], out)
+                   [o, start(z), weight, *_codes_and_scales(out), np.int32(heads), np.int64(stride)], out)
 
 
 def random_tiles(backend: Backend, n: int, k: int, *, seed: int, matrix: int, gain: float = 1.0):
@@ -231,7 +209,7 @@ def random_tiles(backend: Backend, n: int, k: int, *, seed: int, matrix: int, ga
                          "6e-5 to 6.5e4")
     tiles = backend.empty((n // formats.TILE_ROWS, k // formats.BLOCK, formats.TILE_BYTES), np.uint8)
     words = tiles.size // 4
-    _launch(backend, _source("8_random_tiles"), "q4_random_tiles", (min(-(-words // THREADS), 8192),),
+    _launch(backend, _source("7_random_tiles"), "q4_random_tiles", (min(-(-words // THREADS), 8192),),
             [tiles, np.uint64(words), np.uint32(seed), np.uint32(matrix), np.float32(scale)], tiles)()
     return tiles
 
@@ -275,25 +253,6 @@ def _number(array) -> tuple[str, type]:
     return ("Bf16", np.uint16) if getattr(array, "dtype", None) == np.uint16 else ("Float32", np.float32)
 
 
-def _rows(backend, array, what, tokens, columns, dtype=np.float32) -> int:
-    """Numbers from one row of `array` to the next, once it is a [tokens, columns] whose rows have no gaps."""
-    shape = getattr(array, "shape", ())
-    if backend.owns(array) and array.dtype == dtype and shape == (tokens, columns) and 0 not in shape:
-        row, number = array.strides
-        if number != array.itemsize or row < number * columns or row % 16:
-            raise ValueError(f"{what} has strides {array.strides}; expected rows without gaps, multiples of 16 bytes "
-                             "apart")
-        check_array(backend, array[0], what, (columns,), dtype, 16)
-        return row // number
-    check_array(backend, array, what, (tokens, columns), dtype, 16)
-    return columns
-
-
-def _start(rows):
-    """An array without gaps at the same address, as kernels take it; they are told how far apart the rows are."""
-    return rows[0] if len(rows) else rows
-
-
 def _out(backend, out, tokens, columns) -> tuple[dict, str]:
     """The arrays of `out` by their names in errors, and the form that they are in, once they are right."""
     if isinstance(out, tuple | list):
@@ -309,20 +268,6 @@ def _out(backend, out, tokens, columns) -> tuple[dict, str]:
 
 def _codes_and_scales(out) -> tuple:
     return tuple(out) if isinstance(out, tuple | list) else (out, None)
-
-
-def _check_apart(backend, written: dict, read: dict):
-    """What `checks.check_apart` does, of arrays whose rows may lie apart: all between the first byte and the last
-    counts as theirs."""
-    def span(array):
-        begin = backend.pointer(array)
-        last = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
-        return begin, begin + (last + array.itemsize if array.size else 0)
-    spans = {what: span(array) for what, array in (read | written).items()}
-    for what in written:
-        for other in spans:
-            if other != what and max(spans[what][0], spans[other][0]) < min(spans[what][1], spans[other][1]):
-                raise ValueError(f"{what} overlaps {other}; give {what} memory of its own")
 
 
 # ---- in float64

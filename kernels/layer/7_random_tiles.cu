@@ -1,4 +1,4 @@
-// 8. Valid random weights, 14 GB of them, in the time that writing them takes: every word of every tile from its index.
+// 7. Valid random weights, 14 GB of them, in the time that writing them takes: every word of every tile from its index.
 //
 // Codes are uniform. A row's scale in a tile is uniform in 0.5..1.5 times `scale`, with a sign that is a coin: codes
 // -8..7 have the mean -1/2, and with scales of one sign every output would have a part of the sum of all inputs, which
