@@ -306,7 +306,7 @@ def test_extreme_gates(backend, way, gates):
     given, initial = inputs(130, FEW, **gates), state(FEW).recurrent
     results = way.recurrence(backend, given, initial, FEW)
     for found, expected in zip(results, op.recurrence(given, initial), strict=True):
-        assert_close(found, expected, way.bound)
+        assert_close(found, expected, 2 * way.bound)  # a sum may lack what errors are relative to
 
 
 def test_no_write_keeps_the_state_to_the_bit(backend, way):

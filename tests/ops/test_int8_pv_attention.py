@@ -62,7 +62,7 @@ def cases(*several, on_gpu=()):
     prefill is left to choose warpgroup instructions and is kept from them."""
     found = [pytest.param(f"cpu-{WAVE[case.form.matrix]}", case, id=f"cpu-{case}") for case in several]
     for case in [*several, *on_gpu]:
-        kept = [replace(case, how=case.how | {"wgmma": False})] if case.how else []
+        kept = [replace(case, how=case.how | {"wgmma": False})] if case.how and case.form.scale_tokens <= 64 else []
         if case.form.matrix == "mma":
             found += [pytest.param("cuda", c, id=f"cuda-{c}", marks=pytest.mark.gpu) for c in [case, *kept]]
     return pytest.mark.parametrize("backend,case", found, indirect=["backend"])
@@ -199,6 +199,9 @@ def relative_error(scores):
     return 2.0 ** -22 * (4 + np.abs(scores, where=np.isfinite(scores), out=np.zeros_like(scores)).max(initial=0))
 
 
+SMALLEST = 2.0 ** -100  # that 6_prefill_wgmma.cu takes a scale of V for, whose logarithm it adds to the score
+
+
 def assert_right(out, q, cache, form, **seen):
     """out against float64 attention. The codes of the query move every output by an amount that is known exactly. A
     weight's code is off by up to half a step (bf16: 2**-9 of itself, and so is V made in bf16), and as V's signs are
@@ -214,7 +217,9 @@ def assert_right(out, q, cache, form, **seen):
             group = pv_model.groups(form.tokens, len(v), form.scale_tokens)
             top = [np.max(weights, axis=1, where=group == g, initial=0) for g in range(group.max() + 1)]
             half_step = np.stack(top, axis=1)[:, group] / form.largest / 2
-        rounding = (relative_error(s) + 2.0 ** -24 * len(v)) * (weights @ np.abs(v))
+        logarithms = np.abs(np.log2(np.maximum(v_scales, SMALLEST))).max(initial=0)
+        relative = relative_error(s) + 2.0 ** -24 * len(v) + 2.0 ** -22 * logarithms
+        rounding = relative * (weights @ np.abs(v)) + 256 * SMALLEST * p.any(axis=1)[:, None]
         spread = certain * np.sqrt(half_step ** 2 @ v ** 2)
         allowed[place] += (spread + rounding).reshape(allowed[place].shape)
     assert np.isfinite(out).all()

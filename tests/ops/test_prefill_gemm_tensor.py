@@ -217,7 +217,7 @@ def test_every_multiprocessor_has_the_same_to_do():
 
 
 def test_few_columns_take_tiles_of_fewer_tokens():
-    """Of 1024 x 5120 there would be 16 tiles of 256 tokens, and most of the time would go into adding up their parts."""
+    """Of 1024 x 5120 there would be 16 tiles of 256 tokens: most of the time would go into adding up their parts."""
     assert plan(TENSOR_DESIGNS["wgmma"], 512, 1024, 5120, 132).tile.tokens == 64
 
 
