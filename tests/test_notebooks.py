@@ -108,6 +108,27 @@ def test_run_of_1_grouped_gemm(run):
             if simulated and records.is_performance(m["metric"]) and m["value"] is not None and not m["host"]] == []
 
 
+def test_run_of_2_prefill_breakdown(run):
+    document = record(run, "2_prefill_breakdown")
+    simulated = document["environment"]["simulated"]
+    verdicts = {v["claim"]: v for v in document["verdicts"]}
+    assert list(verdicts) == [claim.id for claim in claims.of_notebook("2_prefill_breakdown")] and len(verdicts) == 15
+
+    # what does not depend on the machine holds on every machine
+    for claim in ("B06", "B09", "B11", "B12"):
+        assert verdicts[claim]["verdict"] == "reproduced", verdicts[claim]["evidence"]
+    for claim in ("B05", "B07", "B13", "B15"):
+        assert verdicts[claim]["verdict"] == "direction holds", verdicts[claim]["evidence"]
+    for claim in ("B01", "B02", "B03", "B04", "B08", "B10", "B14"):
+        assert (verdicts[claim]["verdict"] == "not testable here") == simulated, verdicts[claim]["evidence"]
+
+    # every design was right, one product at a time and as a whole pass
+    for kernel in ("q4_probe", "prefill_gemm", "pass"):
+        found = [m for m in document["measurements"] if m["kernel"] == kernel and m["metric"] == "relative_frobenius"]
+        assert found and all(m["status"] == "passed" and m["value"] > 0 for m in found), kernel
+    assert verdicts["B12"]["measured"] == "32x: 438 against 13.7 GB"
+
+
 def test_run_of_3_int8_pv(run):
     document = record(run, "3_int8_pv")
     simulated = document["environment"]["simulated"]

@@ -1,7 +1,7 @@
 import pytest
 
 from kernelbook.buckets import Activity, Trace, analyze, article, predictions, read, rules
-from kernelbook.shapes import QWEN3_5_27B
+from kernelbook.shapes import QWEN3_5_27B, SMOLLM2_135M
 
 
 def launches(expected):
@@ -14,6 +14,15 @@ def test_llama_cpps_launches(multiprocessors, fixups):
     assert found["activations quantized"] == found["products"] == 496
     assert found["products, unchecked instance"] == 400 and found["products, checked instance"] == 96
     assert found["stream-k fixups"] == fixups
+    # 64 layers, 48 of them delta nets and 16 attentions
+    assert found["norms"] == 2 * 64 + 1 + 3 * 48 + 2 * 16 == 305 and found["joins of state and inputs"] == 48
+    assert found["gated units"] == 128 and found["sums and products of elements"] == 224
+    assert found["scalings"] == found["gates of step and decay"] == 96
+
+
+def test_small_kernels_are_predicted_where_there_are_delta_nets():
+    assert "norms" in launches(predictions.llama_cpp(QWEN3_5_27B, 132))
+    assert not {"norms", "gated delta nets"} & launches(predictions.llama_cpp(SMOLLM2_135M, 132)).keys()
 
 
 @pytest.mark.parametrize("multiprocessors, without", [(170, {"gdn_qkv", "gdn_out", "o", "down"}), (132, {"q"})])
@@ -30,7 +39,7 @@ def test_a_number_of_tiles_that_divides_evenly_needs_no_fixup():
 def test_counted_beside_predicted(data):
     part, = analyze(read(data / "h200_llama_cpp_kern_sum.csv"), rules(), "3")
     lines = predictions.beside(part, predictions.llama_cpp(QWEN3_5_27B, 132))
-    assert all(line.agrees for line in lines)
+    assert all(line.agrees for line in lines) and len(lines) == 16
     other = predictions.beside(part, predictions.llama_cpp(QWEN3_5_27B, 170))
     assert [line.expected.what for line in other if not line.agrees] == ["stream-k fixups"]
 

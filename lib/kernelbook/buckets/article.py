@@ -57,10 +57,16 @@ class Side:
 
 @dataclass(frozen=True)
 class Tables:
+    """engine, peer: section 3. ratios: between them, as printed. weights_mb: of section 2's probe by projection, N, K
+    and the printed size. probe_ms: the times at M = 16, of the baseline with R = 2, explicit FMA and dp4a with R = 4.
+    probe_bandwidth: "gbs" and "percent" of the peak, as printed of the first two."""
+
     engine: Side
     peer: Side
     ratios: Mapping[str, float]
     weights_mb: Mapping[str, tuple[int, int, float]]
+    probe_ms: Mapping[str, tuple[float, float, float]]
+    probe_bandwidth: Mapping[str, tuple[float, float]]
 
     def comparison(self) -> list[Comparison]:
         """The normalized figures side by side, with the ratios and shares of the gap that follow from them; what is in
@@ -72,8 +78,9 @@ class Tables:
 def tables() -> Tables:
     """The article's figures, as its tables print them."""
     content = tomllib.loads(TABLES.read_text(encoding="utf-8"))
-    return Tables(Side(**content["engine"]), Side(**content["peer"]), content["ratios"],
-                  {name: tuple(row) for name, row in content["weights_mb"].items()})
+    rows = ({name: tuple(row) for name, row in content[table].items()}
+            for table in ("weights_mb", "probe_ms", "probe_bandwidth"))
+    return Tables(Side(**content["engine"]), Side(**content["peer"]), content["ratios"], *rows)
 
 
 def tile_bits_per_weight() -> float:

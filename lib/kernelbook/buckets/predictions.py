@@ -24,7 +24,8 @@ from kernelbook.shapes import Inventory, Projection
 TILE_ROWS = TILE_TOKENS = 128
 EFFICIENCY_PERCENT = 90
 VECTOR_ROWS = 8  # up to so many rows llama.cpp takes mul_mat_vec_q instead
-UNCHECKED, CHECKED = r"(false|\(bool\)0)>", r"(true|\(bool\)1)>"  # the last template argument, as profilers print it
+# The template argument that is a bool, as profilers print it; in newer versions another follows.
+UNCHECKED, CHECKED = r"(false|\(bool\)0)[,>]", r"(true|\(bool\)1)[,>]"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,19 @@ def llama_cpp(inventory: Inventory, multiprocessors: int, tokens: int = 512) -> 
     ]
     deltas, attentions = (sum(p.count for p in layers if p.name == name) for name in ("gdn_out", "o"))
     if deltas:
-        expected += [Expected("gated delta nets", "gated_delta_net_cuda", deltas, "one a layer"),
-                     Expected("convolutions", "ssm_conv(_long_token)?_f32", deltas, "one a layer")]
+        depth, what = inventory.layers, f"{deltas} delta nets and {attentions} attentions"
+        expected += [
+            Expected("gated delta nets", "gated_delta_net_cuda", deltas, "one a layer"),
+            Expected("convolutions", "ssm_conv(_long_token)?_f32", deltas, "one a layer"),
+            Expected("joins of state and inputs", "concat_.*", deltas, "before each convolution"),
+            Expected("norms", "rms_norm_f32", 2 * depth + 1 + 3 * deltas + 2 * attentions,
+                     f"two a layer and the last; with {what}, three and two of heads in each"),
+            Expected("scalings", "scale_f32", 2 * deltas, "of queries and keys, after their norms"),
+            Expected("gates of step and decay", "unary_op_kernel", 2 * deltas, "a sigmoid and a softplus"),
+            Expected("gated units", "unary_gated_op_kernel", 2 * depth, "one in each FFN, one in what is before it"),
+            Expected("sums and products of elements", "k_bin_bcast", 2 * depth + 2 * deltas,
+                     "two sums a layer; a bias and a decay in each delta net"),
+        ]
     expected += [Expected("attentions", "flash_attn_(ext|tile).*", attentions, "one a layer, flash attention on"),
                  Expected("rotations", "rope_.*", 2 * attentions, "queries and keys of a layer")]
     return expected
