@@ -459,7 +459,7 @@ class Pass:
     def _multiply(self, tiles, x, out):
         """The step out [M, n] = x [M, k] times the transpose of `tiles`."""
         if self.design.tile:
-            self._steps.append(_tile_by_tile(self._backend, self.design, tiles, x, out))
+            self._steps.append(tile_by_tile(self._backend, self.design, tiles, x, out))
             return
         product = PrefillGemm(self._backend, tiles, self.design.gemm)
         size = product.scratch(len(out))
@@ -516,9 +516,13 @@ def _each(x, rows):
     return tuple(part[rows] for part in x) if isinstance(x, tuple) else x[rows]
 
 
-def _tile_by_tile(backend, design: Design, tiles, x, out) -> Callable:
+def tile_by_tile(backend: Backend, design: Design, tiles, x, out) -> Callable:
     """A call that launches a product as the article's engine has it: a `q4_probe` kernel for each tile of tokens, with
-    four rows of weights a wave. The last tile is filled up; of a single row the kernel for one is taken."""
+    four rows of weights a wave.
+
+    design: one whose `tile` is set. tiles: uint8 [N / 4, K / 32, 72], x: [M, K] as the design has its activations, out:
+    float32 [M, N], all on the device; M is 1 or a multiple of the tile. Nothing is checked.
+    """
     n, k = formats.TILE_ROWS * tiles.shape[0], formats.BLOCK * tiles.shape[1]
     wave_rows, m = formats.TILE_ROWS, min(len(out), design.tile)
     kernel = backend.compile(*q4_probe.source(design.gemm, wave_rows, m)).kernel(f"q4_{design.gemm}")

@@ -186,15 +186,18 @@ def test_int8_activations_are_rounded_in_every_timed_call(timed, monkeypatch):
 
 
 def test_the_articles_engine_multiplies_every_tile_of_tokens(timed, monkeypatch):
+    """33 tokens are three tiles of 16; its products are right, or it would have no row."""
     called = []
-    real = study.q4_probe.Q4Probe.prepare
+    real = study.qwen3_5.tile_by_tile
 
-    def prepare(self, x, **options):
-        called.append((len(x), self.variant, self.wave_rows))
-        return real(self, x, **options)
-    monkeypatch.setattr(study.q4_probe.Q4Probe, "prepare", prepare)
-    study.candidates(timed, replace(MODEL, projections=MODEL.projections[:1]), (33,), HERE, pass_rows=33)
-    assert called == 2 * 3 * [(16, "explicit_fma", 4)]
+    def tile_by_tile(backend, design, tiles, x, out):
+        called.append((design.tile, design.gemm, len(x), len(out)))
+        return real(backend, design, tiles, x, out)
+    monkeypatch.setattr(study.qwen3_5, "tile_by_tile", tile_by_tile)
+    model = replace(MODEL, projections=MODEL.projections[:1])
+    found = study.candidates(timed, model, (33,), HERE, pass_rows=33)
+    assert called == 2 * [(16, "explicit_fma", 48, 48)]
+    assert any(row["variant"] == "article" and row["us"] > 0 for row in found.data)
 
 
 def test_a_wrong_design_has_no_time_and_no_pass(timed, pace, monkeypatch):
@@ -394,8 +397,3 @@ def test_errors_grow_through_layers(lab):
     assert 1e-3 < last["chunked, 2 terms", "bf16"] < last["chunked, 2 terms", "int8"] < 0.1
     assert {m["status"] for m in lab.record.measurements} == {"passed"}
     assert {m["case"]["activations"] for m in lab.record.measurements} == {"float", "bf16", "int8"}
-
-
-def test_fla_is_skipped_where_it_cannot_run():
-    fla, = delta_net_peers.all_peers()
-    assert fla.name == "fla_chunk_bf16" and (fla.missing or torch.cuda.is_available())

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernelbook import formats, measure, shapes, stats
+from kernelbook import formats, measure, qwen3_5, shapes, stats
 from kernelbook.backends import Source
 from kernelbook.experiments import Finding, Lab, not_timed, omitted
 from kernelbook.experiments.prefill_probe import compile_ahead
 from kernelbook.ops import gated_delta_net as gdn
-from kernelbook.ops import layer, q4_probe
+from kernelbook.ops import layer
 from kernelbook.ops import prefill_gemm as op
 from kernelbook.ops.prefill_tensor import TensorDesign
 from kernelbook.peers import delta_net as delta_net_peers
@@ -27,7 +27,7 @@ CANDIDATES = {"tiled_fp32": "A", "int8_dot": "B", "int8_matrix": "B", "tensor_co
 """The article's letter of each design."""
 BASE = "article"
 """The article's engine: its probe, explicit FMA with R = 4, on tiles of 16 tokens one after the other."""
-TILE = 16
+ENGINE = qwen3_5.DESIGNS[BASE]
 BOUND = {"float32": 1e-6, "int8": 1e-6, "bf16": 4e-3}
 """Relative Frobenius against float64 that a design must stay within, by its activations; those on int8 against float64
 on the quantized activations."""
@@ -99,8 +99,6 @@ class _Problem:
         copies = self.copies(self.tiles.nbytes)
         first = op.PrefillGemm(self.backend, data)
         self.gemms = [first] + [first.clone() for _ in range(copies - 1)]
-        probe = q4_probe.Q4Probe(self.backend, self.tiles)
-        self.probes = [probe] + [probe.clone() for _ in range(copies - 1)]
         ends = np.unique(np.r_[:min(SAMPLE, self.n // 4), max(0, self.n // 4 - SAMPLE):self.n // 4])
         self.sample = formats.Tiles(np.ascontiguousarray(self.tiles.data[ends]))
         self.columns = (ends[:, None] * 4 + np.arange(4)).ravel()
@@ -123,7 +121,7 @@ class _Rows:
     def __init__(self, problem: _Problem, m: int):
         self.problem, self.m, backend = problem, m, problem.backend
         self.host = problem.lab.rng(40, m, problem.k).standard_normal((m, problem.k), np.float32)
-        tall = -(-m // TILE) * TILE  # the article's tiles, the last filled up
+        tall = -(-m // ENGINE.tile) * ENGINE.tile  # the article's tiles, the last filled up
         padded = np.zeros((tall, problem.k), np.float32)
         padded[:m] = self.host
         self.x = backend.array(padded)
@@ -141,15 +139,8 @@ class _Rows:
         self.exact_int8 = op.reference_int8(*formats.quantize_activations(self.host[self.rows]), problem.sample)
 
     def article(self) -> _Bench:
-        def tile_by_tile(probe):
-            parts = [slice(first, first + TILE) for first in range(0, len(self.x), TILE)]
-            launches = [probe.prepare(self.x[part], out=self.out[part]) for part in parts]
-
-            def call():
-                for launch in launches:
-                    launch()
-            return call
-        calls = [tile_by_tile(probe) for probe in self.problem.probes[:self.copies]]
+        calls = [qwen3_5.tile_by_tile(self.problem.backend, ENGINE, gemm.data, self.x, self.out)
+                 for gemm in self.problem.gemms[:self.copies]]
         return _Bench(BASE, BASE, calls, self.exact, BOUND["float32"], self._own_out)
 
     def design(self, name: str) -> _Bench:
