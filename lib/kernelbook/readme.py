@@ -155,6 +155,43 @@ def _attention_setting(m: dict) -> str:
     return f"batch {c['batch']}, {c['heads']}/{c['kv_heads']} x {c['head_dim']}"
 
 
+BREAKDOWN = "2_prefill_breakdown"
+NO_RECORD = "This device has no record of it yet.\n"
+ENGINES = {"article": "the article's design", "tiled_fp32": "A, FP32", "int8_dot": "B, dp4a",
+           "int8_matrix": "B, INT8 matrix", "tensor_cores": "C, mma", "wgmma": "C, wgmma", "llama.cpp": "llama.cpp"}
+"""Designs of a whole pass as the tables call them."""
+PRODUCTS = {"1_tiled_fp32": "A, FP32", "2_int8_dot": "B, dp4a", "3_int8_matrix": "B, INT8 matrix",
+            "4_tensor_cores": "C, mma", "5_wgmma": "C, wgmma", "cublas_bf16": "cuBLAS bf16",
+            "humming_int4": "Humming W4"}
+"""Variants of prefill_gemm as the tables call them, peers last."""
+
+
+@table("passes")
+def passes(results: dict) -> str:
+    """A whole pass in buckets, a row a design: what the profiler saw, which adds up to the wall time."""
+    record = results[DEVICE].get(BREAKDOWN)
+    if record is None:
+        return NO_RECORD
+    found = [m for m in select(record, metric="time_us", kernel="pass") if m["value"] and "bucket" in m["case"]]
+    order = list(ENGINES)
+    return pivot(sorted((m for m in found if m["variant"] in order), key=lambda m: order.index(m["variant"])),
+                 row=lambda m: ENGINES[m["variant"]], column=lambda m: m["case"]["bucket"],
+                 cell=lambda m: f"{m['value'] / 1e3:,.3g}", corner="ms")
+
+
+@table("products")
+def products(results: dict) -> str:
+    """TFLOP/s of the candidates and peers on the model's projections at M = 512, cold."""
+    record = results[DEVICE].get(BREAKDOWN)
+    if record is None:
+        return NO_RECORD
+    found = select(record, metric="throughput_tflops", kernel="prefill_gemm", cache="cold", case={"M": 512})
+    order = list(PRODUCTS)
+    return pivot(sorted((m for m in found if m["variant"] in order), key=lambda m: order.index(m["variant"])),
+                 row=_shape, column=lambda m: PRODUCTS[m["variant"]], cell=lambda m: f"{m['value']:,.0f}",
+                 corner="M = 512, TFLOP/s")
+
+
 @table("verdicts")
 def verdicts(results: dict) -> str:
     lines = ["| claim | verdict | measured |", "| --- | --- | --- |"]

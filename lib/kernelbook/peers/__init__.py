@@ -1,6 +1,7 @@
 """Other people's kernels, measured beside ours where they import. All are optional.
 
-`gemm` has those for a product with weights, `attention` those for attention over a cache of keys and values.
+`gemm` has those for a product with weights, `attention` those for attention over a cache of keys and values,
+`delta_net` those for the gated delta net, and `llama_cpp` runs a whole model.
 """
 
 import importlib
