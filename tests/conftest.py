@@ -14,11 +14,11 @@ def backend(request):
 
 @pytest.fixture(scope="session")
 def gpu():
-    """The CUDA backend; skips where there is none."""
-    reason = backends.available()["cuda"]
-    if reason:
-        pytest.skip(reason)
-    return backends.get("cuda")
+    """The backend of the GPU at hand, CUDA or HIP; skips where there is none."""
+    found = backends.available()
+    if found["cuda"] and found["hip"]:
+        pytest.skip(found["cuda"])
+    return backends.get()
 
 
 @pytest.fixture(scope="session")

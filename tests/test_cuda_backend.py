@@ -19,7 +19,7 @@ class CUDARuntimeError(RuntimeError):
 
 def install(monkeypatch, count, **answers):
     """A cupy module whose driver answers the question for devices with `count()`, and others with `answers`."""
-    runtime = types.SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError, **answers)
+    runtime = types.SimpleNamespace(is_hip=False, getDeviceCount=count, CUDARuntimeError=CUDARuntimeError, **answers)
     cupy = types.ModuleType("cupy")
     cupy.cuda = types.SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -81,7 +81,8 @@ def test_a_cupy_that_does_not_import(monkeypatch, tmp_path, line, words):
     with pytest.raises(BackendUnavailable, match=f"cupy does not import .*{words}.*pip install cupy-cuda12x") as error:
         backends.get("cuda")
     assert "cupy-cuda13x" in str(error.value)
-    assert backends.available() == {"cuda": str(error.value), "cpu": None}
+    found = backends.available()
+    assert found["cuda"] == str(error.value) and found["cpu"] is None and "cupy does not import" in found["hip"]
     assert backends.get().name == "cpu", "the simulator takes its place"
 
 
@@ -94,12 +95,12 @@ def test_no_cupy_at_all(monkeypatch):
 def test_available_names_every_backend_with_a_reason(monkeypatch):
     install(monkeypatch, no_driver)
     found = backends.available()
-    assert list(found) == ["cuda", "cpu"]
+    assert list(found) == ["cuda", "hip", "cpu"]
     assert found["cpu"] is None and found["cuda"].startswith("no NVIDIA driver")
 
 
 def test_an_unknown_backend_names_the_known():
-    with pytest.raises(ValueError, match="no backend 'rocm'; there are 'cuda' and 'cpu'"):
+    with pytest.raises(ValueError, match="no backend 'rocm'; there are 'cuda', 'hip' and 'cpu'"):
         backends.get("rocm")
 
 

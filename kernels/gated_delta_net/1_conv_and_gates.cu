@@ -58,10 +58,10 @@ conv_and_gates(const float *__restrict__ x, const float *__restrict__ conv_weigh
   const int head = is_there ? own : heads - 1;  // lanes without a head follow one, since whole waves shuffle
   const size_t channel = (size_t)head * kHeadDim + threadIdx.x % kHeadLanes * 4, stride = (size_t)heads * kHeadDim;
 
-  const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
+  const auto zero = [] { return make_float4(0.f, 0.f, 0.f, 0.f); };  // a value: an object would go to AMD's stack
   const auto input = [&](int token) {  // from the state before the first token
     if (token >= 0) return load4(x + token * x_stride + channel);
-    return initial ? load4(initial + (token + kTaps - 1) * stride + channel) : zero;
+    return initial ? load4(initial + (token + kTaps - 1) * stride + channel) : zero();
   };
   const float4 weight[4] = {load4(conv_weight + channel * kTaps), load4(conv_weight + (channel + 1) * kTaps),
                             load4(conv_weight + (channel + 2) * kTaps), load4(conv_weight + (channel + 3) * kTaps)};
@@ -69,7 +69,7 @@ conv_and_gates(const float *__restrict__ x, const float *__restrict__ conv_weigh
 #pragma unroll
   for (int i = 0; i < kTaps - 1 + kRun; ++i) {
     const int token = first + i - (kTaps - 1);
-    rows[i] = token < end ? input(token) : zero;
+    rows[i] = token < end ? input(token) : zero();
   }
   if (final && run == 0) {
     float4 last[kTaps - 1];

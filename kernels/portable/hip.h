@@ -9,6 +9,12 @@
 #if !defined(__HIPCC_RTC__)
 #include <hip/hip_runtime.h>
 #include <stdint.h>
+#else  // hiprtc has read its headers already, which name the widths of 32 and 64 bits only
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef unsigned long uintptr_t;
 #endif
 
 #else
@@ -155,6 +161,15 @@ typedef uint64_t gpu_mask;
   extern __shared__ __attribute__((aligned(16))) char gpu_dynamic[];         \
   T *name = reinterpret_cast<T *>(gpu_dynamic)
 
+// Newer ROCm has some of these, to which a call would be as good: ours go by other names.
+#define __shfl_sync gpu_shfl_sync
+#define __shfl_xor_sync gpu_shfl_xor_sync
+#define __shfl_down_sync gpu_shfl_down_sync
+#define __shfl_up_sync gpu_shfl_up_sync
+#define __ballot_sync gpu_ballot_sync
+#define __any_sync gpu_any_sync
+#define __all_sync gpu_all_sync
+#define __syncwarp gpu_syncwarp
 #define GPU_SHUFFLE(name)                                                                                  \
   template <class T, class... More> GPU_DEVICE_INLINE T name##_sync(uint64_t, T value, More... more) {     \
     return name(value, more...);                                                                           \
@@ -176,7 +191,8 @@ template <class T> GPU_DEVICE_INLINE T __ldcs(const T *p) { return *p; }
 template <class T> GPU_DEVICE_INLINE void __stcs(T *p, T value) { *p = value; }
 
 GPU_DEVICE_INLINE int __dp4a(int a, int b, int c) {
-#if defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__)
+#if defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx942__) || \
+    defined(__gfx950__) || defined(__gfx928__) || defined(__gfx936__)
   return __builtin_amdgcn_sdot4(a, b, c, false);
 #else
   for (int shift = 0; shift < 32; shift += 8) c += int8_t(a >> shift) * int8_t(b >> shift);
@@ -184,9 +200,13 @@ GPU_DEVICE_INLINE int __dp4a(int a, int b, int c) {
 #endif
 }
 
+// A vector of the compiler's own is loaded into registers. A struct is copied from one of two addresses, and the zeros
+// are put on the stack to have one.
+typedef unsigned gpu_uint4 __attribute__((ext_vector_type(4)));
 GPU_DEVICE_INLINE void copy_async(void *shared, const void *global, bool is_there) {
-  const uint4 zero = {};
-  *static_cast<uint4 *>(shared) = is_there ? *static_cast<const uint4 *>(global) : zero;
+  gpu_uint4 value = 0;
+  if (is_there) value = *static_cast<const gpu_uint4 *>(global);
+  *static_cast<gpu_uint4 *>(shared) = value;
 }
 GPU_DEVICE_INLINE void copy_commit() {}
 template <int groups> GPU_DEVICE_INLINE void copy_wait() {}

@@ -3,11 +3,13 @@
     source = Source("grouped_gemm/2_float_activations.cu", {"GROUP": 32, "REMAP": 1})
     cubin, log = nvrtc_compile(source, "90a")
     rows = evidence(source)             # registers, spills, instructions per MAC on every target
+    rows = survey(sources)              # the same of many
     kernel = compile_cuda(source, "90a").kernels["grouped_gemm_float"]
     kernel.opcodes["FFMA"], kernel.hot_loop.span, per_mac(kernel).instructions
 
 NVIDIA code is compiled by NVRTC through CuPy and disassembled by nvdisasm, AMD code by the clang in the wheel
-ziglang. Results are kept in the cache of compiled objects.
+ziglang, Hygon's by the hipcc of its DTK or, without one, by that clang as far as instructions as text. Results are
+kept in the cache of compiled objects.
 
 A MAC here is one multiply-accumulate of one lane. The lanes of a wave (or warpgroup) share a matrix
 instruction, so each counts its part of it: IMMA.16832 does 16 * 8 * 32 / 32 = 128 MACs a lane.
@@ -22,6 +24,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import sys
 import tempfile
 from collections import Counter
@@ -43,11 +46,20 @@ NVIDIA = ("80", "89", "90a", "100", "120")
 AMD = ("gfx90a", "gfx942", "gfx950")
 """CDNA2, CDNA3, CDNA4."""
 
+HYGON = ("gfx936", "gfx928")
+"""DCUs. kernels/portable/hip.h gives both the same code, and the first stands for both in tables."""
+
+HYGON_STAND_IN = "gfx906"
+"""The target of public LLVM whose instructions the DCUs share, apart from v_mmac, which is inline assembly."""
+
+DTK = Path("/opt/dtk")
+"""Where Hygon's DTK is installed, unless its environment says otherwise in DTKROOT."""
+
 
 # -------------------------------------------------------------------------------------------------- compilers
 
 def targets() -> dict[str, str | None]:
-    """Every target, "sm_80" to "gfx950", with None where this machine can compile for it and read the result,
+    """Every target, "sm_80" to "gfx936", with None where this machine can compile for it and read the result,
     else with the reason why not."""
     def reason(*tools: Callable) -> str | None:
         try:
@@ -58,7 +70,8 @@ def targets() -> dict[str, str | None]:
         return None
 
     nvidia, amd = reason(_nvrtc, _nvdisasm), reason(_ziglang)
-    return {f"sm_{arch}": nvidia for arch in NVIDIA} | {arch: amd for arch in AMD}
+    return ({f"sm_{arch}": nvidia for arch in NVIDIA} | {arch: amd for arch in AMD}
+            | {HYGON[0]: None if dtk_hipcc() else amd})
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -105,8 +118,9 @@ def nvrtc_compile(source: Source, arch: str, extra_options: Iterable[str] = ()) 
 class CodeObject:
     """What a compiler made of one source for one target.
 
-    target: "sm_90a", "gfx942". compiler: its name and version. binary: cubin or HSA code object.
-    assembly: its instructions as text. resources: by kernel, see `resources` and `compile_hip`.
+    target: "sm_90a", "gfx942". compiler: its name and version. binary: cubin or HSA code object; empty where the
+    compiler cannot assemble for the target. assembly: its instructions as text. resources: by kernel, see `resources`
+    and `compile_hip`.
     """
 
     target: str
@@ -125,47 +139,89 @@ def compile_cuda(source: Source, arch: str, extra_options: Iterable[str] = ()) -
     return CodeObject(f"sm_{arch}", f"NVRTC {version}", cubin, listing, resources(log), _parse_sass(listing))
 
 
+HIP_OPTIONS = ("-O3", "-std=c++20", "-ffp-contract=off")
+"""For every compiler of HIP. No contraction: clang would also contract __fmul_rn and __fadd_rn, which CUDA leaves
+apart."""
+
+
 def compile_hip(source: Source, arch: str, extra_options: Iterable[str] = ()) -> CodeObject:
-    """A code object of `source` for `arch` ("gfx942", ...), made without ROCm by the clang in ziglang.
+    """A code object of `source` for `arch` ("gfx942", "gfx936", ...), made without ROCm by the clang in ziglang or, for
+    one of `HYGON`, by the hipcc of Hygon's DTK where there is one.
 
     Its resources, by kernel: registers (VGPRs with AGPRs), agprs, sgprs, spill_bytes (4 a spilled VGPR),
     sgpr_spills, stack_bytes, shared_bytes (static LDS), kernarg_bytes, block_limit (threads). Bytes are per
     thread, those of LDS per block, of kernarg per launch.
-    Raises CompileError with the source line, BackendUnavailable without ziglang.
+    Without DTK, code for `HYGON` ends as assembly for `HYGON_STAND_IN` with v_mmac in it: there is no binary, and
+    registers, spills and stack are None, being those of another target.
+    Raises CompileError with the source line, BackendUnavailable without a compiler.
     """
-    version = _ziglang()
-    clang = f"clang of ziglang {version}"
-    # No contraction: clang would also contract __fmul_rn and __fadd_rn, which CUDA leaves apart.
-    options = ["-x", "hip", f"--offload-arch={arch}", "--offload-device-only", "-nogpulib", "-nogpuinc",
-               "-nostdinc", "-O3", "-std=c++20", "-ffp-contract=off", *source.flags, *extra_options]
+    hipcc = dtk_hipcc() if arch in HYGON else None
+    assembled = arch not in HYGON or hipcc is not None
+    if hipcc:
+        name = f"{hipcc} ({_dtk_version(hipcc)})"
+    else:
+        name = f"clang of ziglang {_ziglang()}" + ("" if assembled else f", as for {HYGON_STAND_IN} and not assembled")
+    commands = hip_commands(Path(source.path).name, arch, (*source.flags, *extra_options), hipcc)
 
     def build() -> tuple[bytes, bytes]:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for header, text in source.headers.items():
-                path = folder / "include" / header
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in {**{f"include/{h}": text for h, text in source.headers.items()},
+                               Path(source.path).name: source.text}.items():
+                path = Path(folder, file)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-            file = folder / Path(source.path).name
-            file.write_text(source.text, encoding="utf-8")
-
-            def zig(*command: str) -> None:
+            for command in commands:
                 try:
-                    done = compiler.call([sys.executable, "-m", "ziglang", *command], folder)
+                    done = compiler.call(command, folder)
                 except TimeoutError as error:
-                    raise CompileError(source, f"{clang} for {arch}", str(error)) from error
+                    raise CompileError(source, f"{name} for {arch}", str(error)) from error
                 if done.returncode:
-                    raise CompileError(source, f"{clang} for {arch}", done.stderr)
+                    raise CompileError(source, f"{name} for {arch}", done.stderr)
+            return (Path(folder, "kernel.hsaco").read_bytes() if assembled else b"",
+                    Path(folder, "kernel.s").read_bytes())
 
-            zig("clang", *options, "-Iinclude", "-S", file.name, "-o", "kernel.s")
-            zig("clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", "kernel.s", "-o", "kernel.o")
-            zig("ld.lld", "-m", "elf64_amdgpu", "--no-undefined", "-shared", "kernel.o", "-o", "kernel.hsaco")
-            return (folder / "kernel.hsaco").read_bytes(), (folder / "kernel.s").read_bytes()
-
-    binary, assembly = _cached(_key(source.hash, clang, *options), (".hsaco", ".s"), build)
+    binary, assembly = _cached(_key(source.hash, name, *(word for command in commands for word in command)),
+                               (".hsaco", ".s"), build)
     text = assembly.decode()
-    used = _amd_resources(text)
-    return CodeObject(arch, clang, binary, text, used, _parse_amdgcn(text, used))
+    used = _amd_resources(_metadata_of_assembly(text))
+    if not assembled:
+        unknown = dict.fromkeys(("registers", "agprs", "sgprs", "spill_bytes", "sgpr_spills", "stack_bytes"))
+        used = {kernel: figures | unknown for kernel, figures in used.items()}
+    return CodeObject(arch, name, binary, text, used, _parse_amdgcn(text, used))
+
+
+def hip_commands(file: str, arch: str, options: Iterable[str] = (), hipcc: str | None = None) -> list[list[str]]:
+    """The commands that make kernel.s and kernel.hsaco of `file`, whose headers lie in include/.
+
+    hipcc: that of Hygon's DTK; None takes the clang in ziglang, which makes no kernel.hsaco for one of `HYGON`.
+    """
+    options = ["-Iinclude", *HIP_OPTIONS, *options]
+    if hipcc:
+        hip = [hipcc, "-x", "hip", f"--offload-arch={arch}", "--offload-device-only", *options]
+        return [[*hip, "-S", file, "-o", "kernel.s"],
+                [*hip, "--no-gpu-bundle-output", "-c", file, "-o", "kernel.hsaco"]]
+    zig = [sys.executable, "-m", "ziglang"]
+    known, itself = (HYGON_STAND_IN, [f"-D__{arch}__"]) if arch in HYGON else (arch, [])
+    compiles = [*zig, "clang", "-x", "hip", f"--offload-arch={known}", "--offload-device-only", "-nogpulib",
+                "-nogpuinc", "-nostdinc", *itself, *options, "-S", file, "-o", "kernel.s"]
+    if arch in HYGON:
+        return [compiles]
+    return [compiles,
+            [*zig, "clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", "kernel.s", "-o", "kernel.o"],
+            [*zig, "ld.lld", "-m", "elf64_amdgpu", "--no-undefined", "-shared", "kernel.o", "-o", "kernel.hsaco"]]
+
+
+def dtk_hipcc() -> str | None:
+    """The hipcc of Hygon's DTK, None where there is none."""
+    hipcc = Path(os.environ.get("DTKROOT") or DTK, "bin", "hipcc")
+    return str(hipcc) if os.access(hipcc, os.X_OK) else None
+
+
+@functools.cache
+def _dtk_version(hipcc: str) -> str:
+    """What hipcc says of its version, in a line."""
+    answer = compiler.call([hipcc, "--version"], timeout_s=60)
+    return next(iter(answer.stdout.splitlines()), "it names no version").strip()
 
 
 def disassemble(cubin: bytes) -> str:
@@ -280,8 +336,11 @@ def resources(log: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def _amd_resources(assembly: str) -> dict[str, dict[str, int]]:
-    metadata = re.search(r"\.amdgpu_metadata\n---\n(.*?)\n\.\.\.\n", assembly, re.S)[1]
+def _metadata_of_assembly(assembly: str) -> dict:
+    return yaml.safe_load(re.search(r"\.amdgpu_metadata\n---\n(.*?)\n\.\.\.\n", assembly, re.S)[1])
+
+
+def _amd_resources(metadata: dict) -> dict[str, dict[str, int]]:
     return {kernel[".name"]: {"registers": kernel[".vgpr_count"], "agprs": kernel.get(".agpr_count", 0),
                               "sgprs": kernel[".sgpr_count"], "spill_bytes": 4 * kernel[".vgpr_spill_count"],
                               "sgpr_spills": kernel[".sgpr_spill_count"],
@@ -289,7 +348,104 @@ def _amd_resources(assembly: str) -> dict[str, dict[str, int]]:
                               "shared_bytes": kernel[".group_segment_fixed_size"],
                               "kernarg_bytes": kernel[".kernarg_segment_size"],
                               "block_limit": kernel[".max_flat_workgroup_size"]}
-            for kernel in yaml.safe_load(metadata).get("amdhsa.kernels") or []}
+            for kernel in metadata.get("amdhsa.kernels") or []}
+
+
+# ------------------------------------------------------------------------------------- AMD's code objects, read back
+
+@dataclass(frozen=True)
+class AmdBinary:
+    """What an HSA code object says of itself, whichever compiler made it.
+
+    target: "gfx942". symbols: of the kernels' descriptors, by which a driver finds them ("decode.kd").
+    resources: by kernel, as `compile_hip` has them, with wave, the lanes it is compiled for.
+    """
+
+    target: str
+    symbols: frozenset[str]
+    resources: dict[str, dict[str, int]]
+
+
+def read_amd_binary(binary: bytes) -> AmdBinary:
+    """Read a code object as hipModuleLoadData takes it. Raises ValueError where it is none."""
+    if binary[:6] != b"\x7fELF\x02\x01" or len(binary) < 64 or binary[18:20] != b"\xe0\0":
+        raise ValueError(f"no code object of an AMD GPU (a 64-bit ELF file): it begins with {binary[:24]!r}")
+    try:
+        sections = _elf_sections(binary)
+        notes = next(binary[offset:offset + size] for kind, _, offset, size, _ in sections if kind == _SHT_NOTE)
+        names, kind = notes[:12], struct.unpack_from("<I", notes, 8)[0]
+        if kind != _NT_AMDGPU_METADATA:
+            raise ValueError(f"its note is of kind {kind}, not AMD's metadata ({names!r})")
+        name_size, size = struct.unpack_from("<II", notes)
+        start = 12 + -(-name_size // 4) * 4
+        metadata, _ = _unpack_message(notes[start:start + size])
+        symbols = frozenset(_elf_symbols(binary, sections))
+    except (struct.error, StopIteration, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise ValueError(f"a damaged code object: {type(error).__name__} {error}") from error
+    waves = {kernel[".name"]: {"wave": kernel[".wavefront_size"]} for kernel in metadata["amdhsa.kernels"]}
+    target = metadata["amdhsa.target"].rpartition("--")[2].partition(":")[0]
+    return AmdBinary(target, frozenset(s for s in symbols if s.endswith(".kd")),
+                     {name: figures | waves[name] for name, figures in _amd_resources(metadata).items()})
+
+
+_SHT_NOTE, _SHT_DYNSYM, _NT_AMDGPU_METADATA = 7, 11, 32
+
+
+def _elf_sections(binary: bytes) -> list[tuple[int, int, int, int, int]]:
+    """(type, link, offset, size, size of an entry) of each section."""
+    start, = struct.unpack_from("<Q", binary, 40)
+    size, count = struct.unpack_from("<HH", binary, 58)
+    sections = []
+    for i in range(count):
+        _, kind, _, _, offset, length, link, _, _, entry = struct.unpack_from("<IIQQQQIIQQ", binary, start + i * size)
+        sections.append((kind, link, offset, length, entry))
+    return sections
+
+
+def _elf_symbols(binary: bytes, sections) -> Iterable[str]:
+    for kind, link, offset, size, entry in sections:
+        if kind == _SHT_DYNSYM:
+            names = sections[link][2]
+            for at in range(offset, offset + size, entry):
+                begin = names + struct.unpack_from("<I", binary, at)[0]
+                yield binary[begin:binary.index(b"\0", begin)].decode()
+
+
+def _unpack_message(data: bytes, at: int = 0):
+    """One MessagePack value, of the kinds that AMD's metadata has, and the place behind it."""
+    head, at = data[at], at + 1
+
+    def sized(letter):
+        return struct.unpack_from(">" + letter, data, at)[0], at + struct.calcsize(letter)
+
+    def several(n, at):
+        values = []
+        for _ in range(n):
+            value, at = _unpack_message(data, at)
+            values.append(value)
+        return values, at
+
+    if head < 0x80 or head >= 0xe0:                                     # small integers
+        return head - (head >= 0xe0) * 256, at
+    if head in (0xc0, 0xc2, 0xc3):
+        return {0xc0: None, 0xc2: False, 0xc3: True}[head], at
+    if head in _MESSAGE_NUMBERS:
+        return sized(_MESSAGE_NUMBERS[head])
+    if 0xa0 <= head < 0xc0 or head in (0xd9, 0xda, 0xdb):               # strings
+        n, at = (head & 31, at) if head < 0xc0 else sized("BHI"[head - 0xd9])
+        return data[at:at + n].decode(), at + n
+    if 0x90 <= head < 0xa0 or head in (0xdc, 0xdd):                     # arrays
+        n, at = (head & 15, at) if head < 0xa0 else sized("HI"[head - 0xdc])
+        return several(n, at)
+    if 0x80 <= head < 0x90 or head in (0xde, 0xdf):                     # maps
+        n, at = (head & 15, at) if head < 0x90 else sized("HI"[head - 0xde])
+        values, at = several(2 * n, at)
+        return dict(zip(values[::2], values[1::2], strict=True)), at
+    raise ValueError(f"metadata with a MessagePack value of kind {head:#x}, which AMD's has not")
+
+
+_MESSAGE_NUMBERS = {0xca: "f", 0xcb: "d", 0xcc: "B", 0xcd: "H", 0xce: "I", 0xcf: "Q",
+                    0xd0: "b", 0xd1: "h", 0xd2: "i", 0xd3: "q"}
 
 
 # ----------------------------------------------------------------------------------------------- instructions
@@ -324,6 +480,9 @@ class Isa:
     mnemonic: Callable[[str], str]                          # an opcode without the modifiers that tell little
     bits: Callable[[str], int]                              # width of a lane's memory access
     macs: Callable[[Iterable[Instruction]], int | None]     # of a lane; None where none can be told
+    matrix_macs: Callable[[str], int]                       # a matrix instruction's, of all its lanes; 0 of any other
+    fused: re.Pattern           # multiply-adds of floats, contracted or fmaf
+    dot: re.Pattern             # dot products of bytes or halves
     successors: Callable[[int, Instruction], list[int]]     # indices of what can run next
 
 
@@ -465,7 +624,7 @@ def _sass_macs(instructions: Iterable[Instruction]) -> int | None:
     """MACs of a lane. Matrix instructions count before dot products and those before scalars: beside the
     wider ones, the narrower scale and convert. Multiplies and adds that nobody contracted count as pairs."""
     count = Counter(_sass_mnemonic(i.opcode) for i in instructions if not _is_move(i))
-    matrix = sum(n * _sass_matrix_macs(mnemonic) for mnemonic, n in count.items())
+    matrix = sum(n * _sass_matrix_macs(name) // (128 if "GMMA" in name else 32) for name, n in count.items())
     dots = 4 * count["IDP.4A"] + 2 * count["IDP.2A"]
     scalars = max(count["FFMA"] + 2 * count["FFMA2"], 2 * count["HFMA2"], count["DFMA"], count["IMAD"],
                   min(count["FMUL"] + 2 * count["FMUL2"], count["FADD"] + 2 * count["FADD2"]))
@@ -481,13 +640,12 @@ def _is_move(i: Instruction) -> bool:
     return i.opcode.startswith("HFMA2") and "RZ" in factors
 
 
-def _sass_matrix_macs(mnemonic: str) -> int:
-    """MACs of a lane in one matrix instruction; 0 for another, or where its name has no shape."""
-    name, _, shape = mnemonic.partition(".")
+def _sass_matrix_macs(opcode: str) -> int:
+    """MACs of one matrix instruction; 0 of another, or where its name has no shape."""
+    name, _, shape = _sass_mnemonic(opcode).partition(".")
     if not (name.endswith("MMA") and shape):
         return 0
-    lanes = 128 if name.endswith("GMMA") else 32
-    return math.prod(int(n) for n in _SASS_SHAPE.fullmatch(shape).groups() if n) // lanes
+    return math.prod(int(n) for n in _SASS_SHAPE.fullmatch(shape).groups() if n)
 
 
 def _sass_successors(index: int, i: Instruction) -> list[int]:
@@ -508,7 +666,8 @@ SASS = Isa(arithmetic=re.compile(r"[FHD](FMA|MUL|ADD)|IMAD(?!\.MOV)|IDP|I2F|F2F|
            global_load=re.compile(r"LD(G|GSTS)?(\.|$)"), global_store=re.compile(r"STG?(\.|$)"),
            mnemonic=_sass_mnemonic,
            bits=lambda opcode: next((_SASS_BITS[m] for m in opcode.split(".") if m in _SASS_BITS), 32),
-           macs=_sass_macs, successors=_sass_successors)
+           macs=_sass_macs, matrix_macs=_sass_matrix_macs, fused=re.compile(r"[FD]FMA"), dot=re.compile(r"IDP"),
+           successors=_sass_successors)
 
 
 # AMD
@@ -538,7 +697,7 @@ def _amd_macs(instructions: Iterable[Instruction]) -> int | None:
 
     def count(pattern):
         return sum(bool(re.match(pattern, opcode)) for opcode in opcodes)
-    matrix = sum(map(_amd_matrix_macs, opcodes))
+    matrix = sum(map(_amd_matrix_macs, opcodes)) // 64
     dots = 8 * count("v_dot8") + 4 * count("v_dot4") + 2 * count("v_dot2")
     floats = count("v_(fma|fmac|fmaak|fmamk|mac|mad|fma_mix)_f32") + 2 * count("v_pk_fma_f32")
     integers = count("v_mad_[iu]32_[iu](24|16)")
@@ -550,9 +709,9 @@ def _amd_macs(instructions: Iterable[Instruction]) -> int | None:
 
 
 def _amd_matrix_macs(opcode: str) -> int:
-    """MACs of a lane in one matrix instruction (v_mfma_i32_16x16x32_i8, ..._4x4x4_16b_f16 with its 16 blocks)."""
+    """MACs of one matrix instruction (v_mfma_i32_16x16x32_i8, ..._4x4x4_16b_f16 with its 16 blocks); 0 of another."""
     shape = re.match(r"v_s?mf?mac?_(?:scale_)?[a-z]+\d+_(\d+)x(\d+)x(\d+)(?:_(\d+)b_)?", opcode)
-    return math.prod(int(n) for n in shape.groups() if n) // 64 if shape else 0
+    return math.prod(int(n) for n in shape.groups() if n) if shape else 0
 
 
 def _amd_bits(opcode: str) -> int:
@@ -577,7 +736,8 @@ AMDGCN = Isa(arithmetic=re.compile(r"v_(pk_)?(fma|mac|mad|mul|add|dot|mfma|smfma
              load=re.compile(r"(global|flat|buffer|scratch|s)_(buffer_)?load|ds_(read|load)"),
              global_load=re.compile(r"(global|flat|buffer)_load"),
              global_store=re.compile(r"(global|flat|buffer)_store"),
-             mnemonic=lambda opcode: opcode, bits=_amd_bits, macs=_amd_macs, successors=_amd_successors)
+             mnemonic=lambda opcode: opcode, bits=_amd_bits, macs=_amd_macs, matrix_macs=_amd_matrix_macs,
+             fused=re.compile(r"v_(pk_)?(fma|mac|mad_f)"), dot=re.compile(r"v_dot"), successors=_amd_successors)
 
 
 # --------------------------------------------------------------------------------------------------- evidence
@@ -586,13 +746,14 @@ AMDGCN = Isa(arithmetic=re.compile(r"v_(pk_)?(fma|mac|mad|mul|add|dot|mfma|smfma
 class PerMac:
     """A hot loop's instructions for each MAC. macs: MACs a lane in one trip, by which all else is divided.
     opcodes: by mnemonic. loads: from global, shared and local memory, of any width. conversions: between
-    integers and floats, or between floats."""
+    integers and floats, or between floats. dots: dot products of bytes or halves."""
 
     macs: int
     opcodes: dict[str, float]
     instructions: float
     loads: float
     conversions: float
+    dots: float
 
 
 def per_mac(kernel: Kernel, macs_per_iteration: int | None = None) -> PerMac | None:
@@ -613,20 +774,28 @@ def per_mac(kernel: Kernel, macs_per_iteration: int | None = None) -> PerMac | N
     def share(pattern):
         return sum(bool(pattern.match(i.opcode)) for i in body) / macs
     return PerMac(macs, {name: n / macs for name, n in kernel.count(body).most_common()}, len(body) / macs,
-                  share(isa.load), share(isa.conversion))
+                  share(isa.load), share(isa.conversion), share(isa.dot))
 
 
 def evidence(source: Source, names: Iterable[str] | None = None,
              extra_options: Iterable[str] = ()) -> list[dict]:
-    """What the machine code of each kernel of `source` shows on each target, one JSON-ready row a pair.
+    """`survey` of one source."""
+    return survey([source], names, extra_options)
+
+
+def survey(sources: Iterable[Source], names: Iterable[str] | None = None,
+           extra_options: Iterable[str] = ()) -> list[dict]:
+    """What the machine code of each kernel of `sources` shows on each target, one JSON-ready row a pair.
 
     names: targets such as "sm_90a" and "gfx942"; None takes all that this machine can compile for.
     extra_options: for the compilers of all targets named.
     A row: source, defines, target, compiler, kernel; its resources (see `resources` and `compile_hip`);
-    instructions, loops, global_loads and global_stores (accesses by width in bits) of the whole kernel;
-    hot_loop_instructions (None without a loop); macs, instructions_per_mac, loads_per_mac and
-    conversions_per_mac (None where no MACs can be told); opcodes, the mnemonics counted in the hot loop or,
-    without one, in the kernel.
+    instructions, loops, global_loads and global_stores (accesses by width in bits), fused (multiply-adds of floats) and
+    matrix ({opcode: {count, macs}}, MACs being those of one instruction) of the whole kernel;
+    hot_loop_instructions (None without a loop); macs, instructions_per_mac, loads_per_mac, conversions_per_mac and
+    dots_per_mac (None where no MACs can be told); opcodes, the mnemonics counted in the hot loop or, without one, in
+    the kernel.
+    A source that has nothing on a target (see `absence`) gives no row there.
     Raises CompileError, BackendUnavailable, and ValueError for an unknown target.
     """
     extra_options = tuple(extra_options)
@@ -635,49 +804,63 @@ def evidence(source: Source, names: Iterable[str] | None = None,
         if not re.match(r"sm_\d|gfx\d", name):
             raise ValueError(f"no target {name!r}; there are {', '.join(targets())}")
 
-    def rows(target: str) -> list[dict]:
+    def rows(source: Source, target: str) -> list[dict]:
         if target.startswith("sm_"):
             compiled = compile_cuda(source, target.removeprefix("sm_"), extra_options)
         else:
             compiled = compile_hip(source, target, extra_options)
         return [_row(source, compiled, name) for name in compiled.resources]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [row for found in pool.map(rows, names) for row in found]
+    # One thread more than cores: while this process reads a listing, compilers run on all of them.
+    with ThreadPoolExecutor((os.cpu_count() or 1) + 1) as pool:
+        jobs = [pool.submit(rows, source, target) for source in sources for target in names
+                if absence(source, target) is None]
+        return [row for job in jobs for row in job.result()]
+
+
+def absence(source: Source, target: str) -> str | None:
+    """Why `source` has no kernel on `target`; None where it has."""
+    if "wgmma.h" in source.headers and target != "sm_90a":
+        return "written for wgmma, the instructions of a warpgroup, which sm_90a alone has"
+    return None
 
 
 def _row(source: Source, compiled: CodeObject, name: str) -> dict:
     kernel = compiled.kernels[name]
     each = per_mac(kernel)
     body = kernel.hot_loop.instructions if kernel.hot_loop else kernel.instructions
+    matrix = {opcode: {"count": n, "macs": kernel.isa.matrix_macs(opcode)}
+              for opcode, n in kernel.opcodes.items() if kernel.isa.matrix_macs(opcode)}
     return {"source": source.path, "defines": dict(source.defines), "target": compiled.target,
             "compiler": compiled.compiler, "kernel": name, **compiled.resources[name],
             "instructions": len(kernel.instructions), "loops": len(kernel.loops),
             "global_loads": {str(bits): n for bits, n in kernel.global_loads.items()},
             "global_stores": {str(bits): n for bits, n in kernel.global_stores.items()},
+            "fused": sum(bool(kernel.isa.fused.match(i.opcode)) for i in kernel.instructions), "matrix": matrix,
             "hot_loop_instructions": len(kernel.hot_loop.instructions) if kernel.hot_loop else None,
             "macs": each and each.macs, "instructions_per_mac": each and each.instructions,
             "loads_per_mac": each and each.loads, "conversions_per_mac": each and each.conversions,
-            "opcodes": dict(kernel.count(body).most_common())}
+            "dots_per_mac": each and each.dots, "opcodes": dict(kernel.count(body).most_common())}
 
 
-def table(sources: Iterable[Source], names: Iterable[str] | None = None) -> str:
-    """`evidence` of several sources as a Markdown table. Raises what `evidence` raises."""
-    head = ("kernel", "target", "registers", "spill B", "shared B", "global loads", "loop", "MAC",
-            "instr/MAC", "loads/MAC", "conv/MAC", "most frequent in the loop")
-    names = None if names is None else list(names)
+def table(rows: Iterable[dict]) -> str:
+    """Rows of `survey` as a Markdown table."""
+    head = ("kernel", "target", "registers", "spill B", "shared B", "matrix instructions", "MACs of one", "FMAs",
+            "dots/MAC", "global loads", "loop", "MAC", "instr/MAC", "loads/MAC", "conv/MAC",
+            "most frequent in the loop")
 
     def number(value):
         return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for source in sources:
-        for row in evidence(source, names):
-            kernel = " ".join([row["kernel"], *(f"{name}={value}" for name, value in row["defines"].items())])
-            widths = ", ".join(f"{n} x {bits}" for bits, n in row["global_loads"].items())
-            frequent = ", ".join(f"{n} {opcode}" for opcode, n in list(row["opcodes"].items())[:4])
-            cells = (kernel, row["target"], row["registers"], row["spill_bytes"], row["shared_bytes"], widths,
-                     row["hot_loop_instructions"], row["macs"], row["instructions_per_mac"],
-                     row["loads_per_mac"], row["conversions_per_mac"], frequent)
-            lines.append("| " + " | ".join(map(number, cells)) + " |")
+    for row in rows:
+        kernel = " ".join([row["kernel"], *(f"{name}={value}" for name, value in row["defines"].items())])
+        widths = ", ".join(f"{n} x {bits}" for bits, n in row["global_loads"].items())
+        frequent = ", ".join(f"{n} {opcode}" for opcode, n in list(row["opcodes"].items())[:4])
+        matrix = ", ".join(f"{of['count']} {opcode}" for opcode, of in row["matrix"].items())
+        macs = ", ".join(dict.fromkeys(str(of["macs"]) for of in row["matrix"].values()))
+        cells = (kernel, row["target"], row["registers"], row["spill_bytes"], row["shared_bytes"], matrix, macs,
+                 row["fused"], row["dots_per_mac"], widths, row["hot_loop_instructions"], row["macs"],
+                 row["instructions_per_mac"], row["loads_per_mac"], row["conversions_per_mac"], frequent)
+        lines.append("| " + " | ".join(map(number, cells)) + " |")
     return "\n".join(lines) + "\n"

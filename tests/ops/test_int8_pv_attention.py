@@ -797,18 +797,21 @@ def test_decode_builds_everywhere_without_spills_and_loads_v_16_bytes_at_once(ma
 
 
 @amd
+@pytest.mark.parametrize("matrix, target", [("mfma", "gfx942"), ("mmac", "gfx936")])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_int8_takes_half_the_matrix_instructions_of_bf16(head_dim):
-    """Claim P05, in CDNA3's code: the same Q K, and in P V one instruction for 32 tokens where BF16 takes two."""
+def test_int8_takes_half_the_matrix_instructions_of_bf16(head_dim, matrix, target):
+    """Claim P05, in CDNA3's code and in gfx936's: the same Q K, and in P V one instruction for 32 tokens where BF16
+    takes two."""
+    int8, bf16 = f"v_{matrix}_i32_16x16x32_i8", f"v_{matrix}_f32_16x16x16_bf16"
     counts = {}
     for pv in ("int8", "bf16"):
-        code = toolchain.compile_hip(decode_source("mfma", head_dim, pv), "gfx942").kernels["decode"]
-        counts[pv] = {name: code.opcodes[name] for name in ("v_mfma_i32_16x16x32_i8", "v_mfma_f32_16x16x16_bf16")}
-    of_qk = counts["bf16"]["v_mfma_i32_16x16x32_i8"]
-    of_int8 = counts["int8"]["v_mfma_i32_16x16x32_i8"] - of_qk
-    assert counts["int8"]["v_mfma_f32_16x16x16_bf16"] == 0
+        code = toolchain.compile_hip(decode_source(matrix, head_dim, pv), target).kernels["decode"]
+        counts[pv] = {name: code.opcodes[name] for name in (int8, bf16)}
+    of_qk = counts["bf16"][int8]
+    of_int8 = counts["int8"][int8] - of_qk
+    assert counts["int8"][bf16] == 0
     assert of_int8 == 256 // 32 * head_dim // 16 // 4  # of one of four waves
-    assert counts["bf16"]["v_mfma_f32_16x16x16_bf16"] == 2 * of_int8
+    assert counts["bf16"][bf16] == 2 * of_int8
 
 
 @pytest.mark.parametrize("length,blocks,partition", [(1024, 4, 128), (4096, 4, 128), (4224, 4, 128), (4225, 4, 256),

@@ -1,6 +1,7 @@
-"""One interface over the places where a kernel can run: an NVIDIA GPU (`cuda`) or the CPU wave simulator (`cpu`).
+"""One interface over the places where a kernel can run: an NVIDIA GPU (`cuda`), an AMD or Hygon GPU (`hip`) or the CPU
+wave simulator (`cpu`).
 
-    backend = backends.get()                        # cuda where there is a device, else cpu
+    backend = backends.get()                        # cuda or hip where there is a device, else cpu
     module = backend.compile("grouped_gemm/2_float_activations.cu", {"GROUP": 32})
     x, y = backend.array(host), backend.empty((4, 8), "float32")
     module.kernel("gemm")(grid=(8, 1, 1), block=(64, 4, 1), args=[x, y, np.int32(4)])
@@ -35,10 +36,11 @@ class Module(Protocol):
 
 
 class Backend(Protocol):
-    name: str  # "cuda" or "cpu"
+    name: str  # "cuda", "hip" or "cpu"
     simulated: bool  # True: results count, times do not
     device: str  # what it runs on, in words
     wave: int  # lanes in a wave
+    matrix: tuple[str, ...]  # families of matrix instructions: "mma", "mfma", "mmac"; the first is taken by default
     multiprocessors: int  # that blocks spread over
 
     def compile(self, source: str | Source, defines: dict | None = None) -> Module:
@@ -76,25 +78,28 @@ class Backend(Protocol):
 
 
 def get(name: str | None = None) -> Backend:
-    """The backend called `name` ("cuda", "cpu"), or, for None, cuda where there is a device and cpu elsewhere.
+    """The backend called `name` ("cuda", "hip", "cpu"), or, for None, that of the device at hand and cpu without one.
 
     Raises BackendUnavailable where it cannot run, ValueError where there is no such backend.
     """
     if name is None:
-        name = "cuda" if available()["cuda"] is None else "cpu"
+        name = next((gpu for gpu in ("cuda", "hip") if available()[gpu] is None), "cpu")
     if name == "cuda":
         from kernelbook.backends.cuda import CudaBackend
         return CudaBackend()
+    if name == "hip":
+        from kernelbook.backends.hip import HipBackend
+        return HipBackend()
     if name == "cpu":
         from kernelbook.backends.cpu import CpuBackend
         return CpuBackend()
-    raise ValueError(f"no backend {name!r}; there are 'cuda' and 'cpu'")
+    raise ValueError(f"no backend {name!r}; there are 'cuda', 'hip' and 'cpu'")
 
 
 def available() -> dict[str, str | None]:
     """Every backend's name with None where it can run here, else with the reason why not."""
     reasons: dict[str, str | None] = {}
-    for name in ("cuda", "cpu"):
+    for name in ("cuda", "hip", "cpu"):
         try:
             get(name)
             reasons[name] = None

@@ -263,6 +263,7 @@ class CpuBackend:
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}; at least one OS thread must run the blocks")
         self.wave = wave
+        self.matrix = {32: ("mma",), 64: ("mfma", "mmac")}[wave]
         self.threads = threads or len(os.sched_getaffinity(0))
         self.order = order
         self._compiler = _Compiler()

@@ -1,4 +1,7 @@
-"""NVIDIA GPUs through CuPy. Kernels are compiled by NVRTC to machine code of the device at hand."""
+"""NVIDIA GPUs through CuPy. Kernels are compiled by NVRTC to machine code of the device at hand.
+
+What CuPy gives alike on AMD GPUs, `backends.hip` takes from here.
+"""
 
 import numpy as np
 
@@ -10,39 +13,27 @@ DEFAULT_SHARED = 48 << 10
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
 
 
-class CudaBackend:
-    """The current CUDA device. Raises BackendUnavailable where there is none. See backends.Backend."""
+class CupyBackend:
+    """The current device of CuPy: memory, copies, and kernels kept once they are compiled.
 
-    name = "cuda"
+    A backend gives `_module(source)` and, beside what is set here, `wave`, `matrix` and `arch`. See backends.Backend.
+    """
+
     simulated = False
-    wave = 32
 
-    def __init__(self):
-        try:
-            import cupy
-        except Exception as error:  # a CuPy that does not fit the machine may fail in any way it likes
-            raise BackendUnavailable(f"cupy does not import ({error}); pip install cupy-cuda12x, or cupy-cuda13x "
-                                     "beside a CUDA 13 driver") from error
-        try:
-            count = cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise BackendUnavailable(_without_devices(cupy.cuda.runtime, error)) from error
-        if count == 0:
-            raise BackendUnavailable("no NVIDIA GPU: the driver lists none")
+    def __init__(self, cupy):
         self.xp = cupy
         self._id = cupy.cuda.Device().id
-        properties = cupy.cuda.runtime.getDeviceProperties(self._id)
-        self.device = properties["name"].decode()
-        self.multiprocessors = properties["multiProcessorCount"]
-        self.l2_bytes = properties["l2CacheSize"]
-        capability = f"{properties['major']}{properties['minor']}"
-        self.arch = capability + ("a" if capability == "90" else "")
-        self._modules: dict[str, CudaModule] = {}
+        self._properties = cupy.cuda.runtime.getDeviceProperties(self._id)
+        self.device = self._properties["name"].decode()
+        self.multiprocessors = self._properties["multiProcessorCount"]
+        self.l2_bytes = self._properties["l2CacheSize"]
+        self._modules = {}
 
     def compile(self, source, defines=None):
         source = source if isinstance(source, Source) else Source(source, defines or {})
         if source.hash not in self._modules:
-            self._modules[source.hash] = CudaModule(self, source)
+            self._modules[source.hash] = self._module(source)
         return self._modules[source.hash]
 
     def array(self, host):
@@ -90,6 +81,35 @@ class CudaBackend:
                                     self.xp.cuda.runtime.memcpyDeviceToHost)
 
 
+class CudaBackend(CupyBackend):
+    """The current CUDA device. Raises BackendUnavailable where there is none. See backends.Backend."""
+
+    name = "cuda"
+    wave = 32
+    matrix = ("mma",)
+
+    def __init__(self):
+        try:
+            import cupy
+        except Exception as error:  # a CuPy that does not fit the machine may fail in any way it likes
+            raise BackendUnavailable(f"cupy does not import ({error}); pip install cupy-cuda12x, or cupy-cuda13x "
+                                     "beside a CUDA 13 driver") from error
+        if cupy.cuda.runtime.is_hip:
+            raise BackendUnavailable("no NVIDIA GPU for this CuPy, which is built for ROCm; the backend 'hip' takes it")
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(_without_devices(cupy.cuda.runtime, error)) from error
+        if count == 0:
+            raise BackendUnavailable("no NVIDIA GPU: the driver lists none")
+        super().__init__(cupy)
+        capability = f"{self._properties['major']}{self._properties['minor']}"
+        self.arch = capability + ("a" if capability == "90" else "")
+
+    def _module(self, source) -> "CudaModule":
+        return CudaModule(self, source)
+
+
 def _without_devices(runtime, error) -> str:
     """Why the driver lists no devices. CUDA has one error for a driver that is too old and for none at all."""
     if "cudaErrorInsufficientDriver" not in str(error):
@@ -117,22 +137,31 @@ class CudaModule:
         return CudaKernel(self, name)
 
 
-class CudaKernel:
-    def __init__(self, module: CudaModule, name: str):
+class CupyKernel:
+    def __init__(self, cupy, function, name: str):
         self.name = name
         # a launch is called often: which device an array lies on is for the caller to check
-        self._accepted = (module.backend.xp.ndarray, np.generic, type(None))
-        self._function = module._module.get_function(name)
-        self._allow_shared = module.backend.xp.cuda.driver.funcSetAttribute
-        self._allowed_shared = DEFAULT_SHARED
+        self._accepted = (cupy.ndarray, np.generic, type(None))
+        self._function = function
 
     def __call__(self, grid, block, args, shared=0):
         for i, value in enumerate(args):
             if not isinstance(value, self._accepted):
                 raise TypeError(f"{self.name}: argument {i} is a {type(value).__name__}; expected an array on the "
                                 "device, a NumPy scalar such as np.int32(4), or None")
-        if shared > self._allowed_shared:
-            self._allow_shared(self._function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-            self._allowed_shared = shared
+        self._allow(shared)
         pointers = [np.uint64(0) if value is None else value for value in args]
         self._function(tuple(grid), tuple(block), pointers, shared_mem=shared)
+
+
+class CudaKernel(CupyKernel):
+    def __init__(self, module: CudaModule, name: str):
+        cupy = module.backend.xp
+        super().__init__(cupy, module._module.get_function(name), name)
+        self._set_attribute = cupy.cuda.driver.funcSetAttribute
+        self._allowed_shared = DEFAULT_SHARED
+
+    def _allow(self, shared: int):
+        if shared > self._allowed_shared:
+            self._set_attribute(self._function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+            self._allowed_shared = shared

@@ -243,7 +243,7 @@ def candidates(lab: Lab, model: shapes.Inventory = shapes.QWEN3_5_27B, rows: Seq
 
 def _sources(lab, design) -> list[Source]:
     """Every form of a design that a product may launch here."""
-    matrix = next(name for name, lanes in op.MATRIX.items() if lanes == lab.backend.wave)
+    matrix = lab.backend.matrix[0]
     if not isinstance(design, TensorDesign):
         return [design.source(tokens, matrix) for tokens in design.tokens]
     if design.wgmma and getattr(lab.backend, "arch", None) != "90a":

@@ -169,7 +169,7 @@ class GatedDeltaNet:
     design: "chunked" (kernels 3 and 4) or "sequential" (kernel 2) for the recurrence.
     terms: of "chunked": bf16 numbers that stand for one operand of a matrix product, 1 or 2; the sum of 2 is the float
     to 2^-17, for three times the products.
-    matrix: of "chunked": one of `MATRIX`; None takes the first of the backend's wave.
+    matrix: of "chunked": one of `MATRIX`; None takes the backend's first.
     Raises what `Weights.check` raises, and ValueError for a design, terms or matrix that does not exist or cannot run
     here.
     """
@@ -181,9 +181,9 @@ class GatedDeltaNet:
             raise ValueError(f"design is {design!r}; expected one of {', '.join(DESIGNS)}")
         if terms not in (1, 2) or isinstance(terms, bool):
             raise ValueError(f"terms is {terms!r}; expected 1 or 2")
-        matrix = next(name for name, lanes in MATRIX.items() if lanes == backend.wave) if matrix is None else matrix
-        if MATRIX.get(matrix) != backend.wave:
-            known = ", ".join(name for name, lanes in MATRIX.items() if lanes == backend.wave)
+        matrix = next(iter(backend.matrix), None) if matrix is None else matrix
+        if matrix not in backend.matrix:
+            known = ", ".join(backend.matrix) or "no matrix instructions of ours"
             raise ValueError(f"matrix is {matrix!r}; {backend.device} has waves of {backend.wave} lanes, which take "
                              f"{known}")
         group = weights.value_heads // weights.key_heads

@@ -41,7 +41,7 @@ MATRIX = {"mma": ("mma_m16n8k32_s8", 32), "mfma": ("mfma_i32_16x16x32_i8", 64), 
 class Form:
     """What an attention kernel is compiled as.
 
-    pv: one of `PV`. matrix: one of `MATRIX`; None takes the first of the backend's wave.
+    pv: one of `PV`. matrix: one of `MATRIX`; None takes the backend's first.
     swapped: both products transposed, cache x rows; None takes what a target is fastest with (decode: True on mma).
     scale_tokens: tokens under one scale of integer weights: 32, one step's, or 64, 128, ... up to a partition.
     partition: tokens of a decode partition, a multiple of 64 and of scale_tokens, or 128 .. 1024.
@@ -92,10 +92,14 @@ class Form:
 
     def on(self, backend: Backend) -> "Form":
         """This form with matrix and swapped chosen for a backend. Raises ValueError where it cannot run there."""
-        matrix = self.matrix or next(name for name, (_, lanes) in MATRIX.items() if lanes == backend.wave)
+        matrix = self.matrix or next(iter(backend.matrix), None)
+        if matrix is None:
+            raise ValueError(f"{backend.device} has none of the matrix instructions {', '.join(MATRIX)}")
         if MATRIX[matrix][1] != backend.wave:
             raise ValueError(f"matrix {matrix!r} takes waves of {MATRIX[matrix][1]} lanes; {backend.device} has "
                              f"{backend.wave}")
+        if matrix not in backend.matrix:
+            raise ValueError(f"matrix is {matrix!r}; {backend.device} has {', '.join(backend.matrix)}")
         swapped = matrix == "mma" if self.swapped is None else self.swapped
         return replace(self, matrix=matrix, swapped=swapped)
 

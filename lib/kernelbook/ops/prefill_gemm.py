@@ -125,7 +125,7 @@ class PrefillGemm:
     their bytes on the device already, uint8 [N / 4, K / 32, 72], which are used where they are and whose scales are
     not looked at.
     design: one of `DESIGNS`.
-    matrix: one of `MATRIX`, for designs on matrix instructions; None takes the first of the backend's wave.
+    matrix: one of `MATRIX`, for designs on matrix instructions; None takes the backend's first.
     `data` is the device array, and `n` and `k` are the weight's sizes.
     Raises TypeError or ValueError for another design, for matrix instructions that cannot run here, for more rows or
     columns than the kernels count, for a device array of another dtype, shape, stride or alignment, and what
@@ -134,10 +134,10 @@ class PrefillGemm:
 
     def __init__(self, backend: Backend, weights, design: str = "tiled_fp32", *, matrix: str | None = None):
         _design(design)
-        known = [name for name, lanes in MATRIX.items() if lanes == backend.wave]
+        known = backend.matrix
         if matrix not in (None, *known):
             raise ValueError(f"matrix is {matrix!r}; {backend.device} has waves of {backend.wave} lanes, which take "
-                             f"{_listed(known)}")
+                             f"{_listed(known) if known else 'no matrix instructions of ours'}")
         if isinstance(weights, formats.Tiles):
             weights = backend.array(weights.check().data)
         shape = tuple(getattr(weights, "shape", ()))
@@ -145,7 +145,7 @@ class PrefillGemm:
             raise ValueError(f"weights has shape {shape}; expected [N / {formats.TILE_ROWS}, K / {formats.BLOCK}, "
                              f"{formats.TILE_BYTES}] with no 0")
         check_array(backend, weights, "weights", shape, np.uint8, 8)
-        self.backend, self.design, self.matrix = backend, design, matrix or known[0]
+        self.backend, self.design, self.matrix = backend, design, matrix or next(iter(known), None)
         self.n, self.k = formats.TILE_ROWS * shape[0], formats.BLOCK * shape[1]
         most = MAX_GRID_Y * min(d.rows for d in DESIGNS.values())
         if self.n > most or self.k > MAX_COLUMNS:
