@@ -1,5 +1,9 @@
 # make            this table of contents
 # make reproduce  run every notebook, write records and an HTML report below runs/   (options: ARGS="--profile smoke")
+# make sweep      run a grid of parameters, or go on with it   (ARGS="notebooks/sweeps/seeds.yaml")
+# make status     how a sweep or a run stands                  (ARGS="runs/seeds")
+# make report     the HTML report of results/ and of your newest runs, no GPU needed, in runs/report
+#                 (DEVICE=nvidia-h200: your newest run compared with those records; or the folder of another run)
 # make test       lint and tests
 # make lab        JupyterLab on the collection
 # make static     what the compilers make of every kernel, for every target, no GPU needed
@@ -21,7 +25,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup reproduce test lab static sanitize llama.cpp clean
+.PHONY: help setup reproduce sweep status report test lab static sanitize llama.cpp clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -44,12 +48,24 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 reproduce: $(READY)
 	$(PY) -m kernelbook reproduce $(ARGS)
 
+sweep: $(READY)
+	$(PY) -m kernelbook sweep $(ARGS)
+
+status: $(READY)
+	$(PY) -m kernelbook status $(ARGS)
+
+report: $(READY)
+	$(PY) -m kernelbook report $(if $(DEVICE),--against "$(DEVICE)") $(ARGS)
+
 test: $(READY)
+	@# for the tests of a cluster and of the report in a browser, which skip without
+	@$(PY) -m pip install -q -r requirements-ray.txt || echo "no ray: runs on several hosts are not tested"
+	@$(PY) -m pip install -q -r requirements-browser.txt || echo "no playwright: pages are not tested in a browser"
 	$(PY) -m ruff check lib tests notebooks
 	$(PY) -m pytest -n auto $(ARGS)
 
 lab: $(READY)
-	$(PY) -m jupyterlab notebooks $(ARGS)
+	$(PY) -m jupyterlab --ip localhost --FileContentsManager.preferred_dir=notebooks $(ARGS)
 
 static: $(READY)
 	$(PY) -m kernelbook static $(ARGS)

@@ -13,13 +13,18 @@ import yaml
 
 from kernelbook import ROOT
 
-OPTIONAL = {"humming", "fa3_fwd_interface", "flashinfer", "sageattention"}
+OPTIONAL = {"humming", "fa3_fwd_interface", "flashinfer", "sageattention", "fla"}
 """Peers that are measured where they import; kernelbook.peers says so."""
 
 
-def requirements():
-    """Lines of requirements.txt without comments."""
-    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+EXTRA = ("requirements-ray.txt", "requirements-browser.txt")
+"""Lists of their own, which `make test` installs where it can."""
+
+
+def requirements(*files):
+    """Lines of requirements.txt, or of the files named, without comments."""
+    lines = (line.partition("#")[0].strip() for file in files or ("requirements.txt",)
+             for line in (ROOT / file).read_text().splitlines())
     return [line for line in lines if line]
 
 
@@ -28,7 +33,7 @@ def normal(name):
 
 
 def test_every_requirement_is_pinned_exactly():
-    loose = [line for line in requirements() if not re.fullmatch(r"[\w.-]+==\d+(\.\d+)+(\.?\w+)?", line)]
+    loose = [line for line in requirements("requirements.txt", *EXTRA) if not re.fullmatch(r"[\w.-]+==\d+(\.\d+)+(\.?\w+)?", line)]
     assert loose == []
 
 
@@ -62,7 +67,7 @@ def imports(path):
 
 
 def test_every_import_is_covered_by_the_list():
-    pinned = {normal(line.split("==")[0]) for line in requirements()}
+    pinned = {normal(line.split("==")[0]) for line in requirements("requirements.txt", "requirements-ray.txt")}
     owners = metadata.packages_distributions()
     missing = set()
     for path in sorted((ROOT / "lib").rglob("*.py")):
@@ -77,7 +82,7 @@ def test_every_import_is_covered_by_the_list():
 def test_optional_peers_are_imported_by_peers_alone_and_called_optional():
     peers = ROOT / "lib" / "kernelbook" / "peers"
     users = {path for path in (ROOT / "lib").rglob("*.py") if OPTIONAL & set(imports(path))}
-    assert users == {peers / "attention.py", peers / "gemm.py"}
+    assert users == {peers / "attention.py", peers / "delta_net.py", peers / "gemm.py"}
     for path in users:
         assert "All are optional" in ast.get_docstring(ast.parse(path.read_text()))
 
@@ -101,7 +106,7 @@ def make(*arguments):
 
 
 @pytest.mark.parametrize("target, does", [
-    ("setup", ""), ("reproduce", "-m kernelbook reproduce"), ("test", "-m pytest"), ("lab", "-m jupyterlab notebooks"),
+    ("setup", ""), ("reproduce", "-m kernelbook reproduce"), ("test", "-m pytest"), ("lab", "-m jupyterlab --ip localhost"),
     ("static", "-m kernelbook static"), ("clean", "rm -rf .venv")])
 def test_make_has_the_target(target, does):
     planned = make("-n", target)
@@ -139,12 +144,19 @@ def test_make_alone_lists_the_targets():
 
 # ---- CI
 
+def test_the_tests_install_what_only_they_can_use():
+    recipe = (ROOT / "Makefile").read_text()
+    for file in EXTRA:
+        assert f"-r {file} ||" in recipe, "and do without where it cannot be had"
+
+
 def test_ci_runs_the_readmes_test_command():
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111, "it can be executed"
     lines = [line for line in script.read_text().splitlines() if line.strip() and not line.startswith("#")]
     command = lines[-1].removeprefix("exec ")
-    assert [line for line in lines[:-1] if not line.startswith(("set -", "cd "))] == [], "and nothing else"
+    rest = [line for line in lines[:-1] if not line.startswith(("set -", "cd "))]
+    assert all("chromium" in line for line in rest), "and besides only a browser, for the tests that open the report"
     readme = ROOT / "README.md"
     if not readme.exists():
         pytest.skip("no README.md yet")

@@ -37,12 +37,12 @@ def _reproduce_arguments(parser):
 @command(_reproduce_arguments)
 def reproduce(options) -> int:
     """Run the notebooks, record what they find, write the report."""
-    from kernelbook import report, runner
+    from kernelbook import report, runner, static
 
     profile = options.profile or runner.default_profile()
     jobs = runner.plan(profile, options.names, options.parameters)
     folder = runner.run(jobs, profile, options.out)
-    index = report.build(folder)
+    index = report.build(folder, machine_code=static.RECORD)
     failed = runner.failures(folder)
     for name, reason in failed.items():
         print(f"{name} did not pass: {reason}\n  log: {folder / name}.log")
@@ -50,36 +50,126 @@ def reproduce(options) -> int:
     return 1 if failed else 0
 
 
-def _report_arguments(parser):
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER",
-                        help="run folders (runs/latest), or folders of records (results/nvidia-h200)")
+def _kept_arguments(parser):
+    """Arguments of the commands whose runs are kept by what they depend on."""
+    parser.add_argument("-p", action="append", metavar="NAME=VALUE", default=[], dest="parameters",
+                        help="set a parameter of every notebook that has it; may be repeated")
     parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="where the pages go; may be left out for one run folder, which then gets them")
+                        help="the folder of the runs (default: below runs, named like the file of parameters)")
+    parser.add_argument("--workers", type=int, metavar="N",
+                        help="runs at a time (default: one on each GPU, or one where there is none)")
+    parser.add_argument("--ray", metavar="ADDRESS",
+                        help="run on the GPUs, or CPUs, of a Ray cluster: its address, auto for the one this host "
+                             "belongs to, or local to start one")
+
+
+def _run_arguments(parser):
+    parser.add_argument("names", nargs="+", metavar="NAME", help="a notebook, such as 1_grouped_gemm")
+    parser.add_argument("--profile", help="as for reproduce")
+    _kept_arguments(parser)
+
+
+@command(_run_arguments)
+def run(options) -> int:
+    """Run notebooks, but for those that have passed before with the same inputs."""
+    from kernelbook import runner
+
+    profile = options.profile or runner.default_profile()
+    return _sweep(profile, options.names, options)
+
+
+def _sweep_arguments(parser):
+    parser.add_argument("grid", metavar="FILE",
+                        help="a profile (its path, ending in .yaml) in which parameters may have several values, "
+                             "{each: [1, 2]}, such as notebooks/sweeps/seeds.yaml, which says the rest")
+    _kept_arguments(parser)
+
+
+@command(_sweep_arguments)
+def sweep(options) -> int:
+    """Run every combination of a grid of parameters; a sweep that was stopped goes on where it was."""
+    from kernelbook import runner
+
+    return _sweep(options.grid, runner.listed(options.grid), options)
+
+
+def _sweep(profile: str, names: list[str], options) -> int:
+    from kernelbook import runner, sweep
+    from kernelbook.scheduler import Local
+
+    jobs = runner.plan(profile, names, options.parameters)
+    folder = options.out or runner.RUNS / Path(profile).stem
+    if options.ray:
+        from kernelbook.ray_launcher import Ray
+        launcher = Ray(options.ray, options.workers)
+    else:
+        launcher = Local.of(options.workers)
+    skipped = []
+    try:
+        with launcher:
+            skipped = sweep.sweep(jobs, profile, folder, launcher)
+    finally:
+        if (folder / "sweep.json").exists():
+            print(sweep.summary(rows := sweep.standings(folder)), end="")
+    for label in skipped:
+        print(f"{label}: skipped, it had passed before")
+    print(f"runs: {folder}")
+    return 0 if all(row.status == "passed" for row in rows) else 1
+
+
+def _status_arguments(parser):
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER",
+                        help="of a sweep or a run (default: runs/latest)")
+
+
+@command(_status_arguments)
+def status(options) -> int:
+    """Tell how each run of a batch stands, while it goes on or after; exit code 1 if not all have passed."""
+    from kernelbook import runner, sweep
+
+    rows = sweep.standings(options.folder or runner.RUNS / "latest")
+    print(sweep.table(rows), end="")
+    return 0 if all(row.status == "passed" for row in rows) else 1
+
+
+def _report_arguments(parser):
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER",
+                        help="run folders (runs/latest), sweeps, or folders of records (results/nvidia-h200), a column "
+                             "each (default: all of results/, and the newest run of each device in runs/)")
+    parser.add_argument("--against", metavar="DEVICE",
+                        help="say what changed since another run: a folder, or the name of one in results/; the "
+                             "newest run in runs/ is compared if no FOLDER is named")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="where the pages go (default: runs/report; one run folder named gets its own)")
 
 
 @command(_report_arguments)
 def report(options) -> int:
-    """Write the HTML report of runs that have ended, or of committed records."""
-    from kernelbook import report
+    """Write the HTML report of runs that have ended, and of committed records."""
+    from kernelbook import report, static
 
-    print(f"report: {report.build(options.folders, options.out)}")
+    print(f"report: {report.build(options.folders, options.out, static.RECORD, options.against)}")
     return 0
 
 
 def _static_arguments(parser):
     parser.add_argument("--target", nargs="+", metavar="NAME", dest="targets",
                         help="such as sm_90a or gfx942 (default: all that can be compiled for here)")
+    parser.add_argument("--out", type=Path, metavar="FILE",
+                        help="where the record goes (default: runs/static.json, which reports have a section on)")
 
 
 @command(_static_arguments)
 def static(options) -> int:
-    """Compile every kernel for every target, no GPU needed; print registers, spills and instructions per MAC."""
-    from kernelbook import backends, toolchain
-    from kernelbook.ops import gated_delta_net, grouped_gemm, int8_pv, layer, prefill_gemm, q4_probe
+    """Compile every kernel for every target, no GPU needed; print and record registers, spills and instructions."""
+    from kernelbook import static, toolchain
 
-    families = (grouped_gemm, q4_probe, prefill_gemm, gated_delta_net, layer, int8_pv)
-    sources = [*(source for family in families for source in family.sources()), backends.Source("ceilings/memory.cu")]
-    print(toolchain.table(sources, options.targets), end="")
+    targets = options.targets or [name for name, missing in toolchain.targets().items() if missing is None]
+    rows = toolchain.survey(static.sources(), targets)
+    print(toolchain.table(rows), end="")
+    for path, absent, reason in static.absences(targets):
+        print(f"\n{path}, not on {', '.join(absent)}: {reason}")
+    print(f"\nrecord: {static.save(static.record(rows, targets), options.out)}", file=sys.stderr)
     return 0
 
 

@@ -5,49 +5,89 @@ first; a page made of the notebook (`kernelbook.report`) has nobody to answer a 
 """
 
 import html
+import math
 import threading
+from collections.abc import Mapping, Sequence
 
 import ipywidgets as widgets
+import numpy as np
+from matplotlib.ticker import FormatStrFormatter, NullFormatter
 
-from kernelbook import lane_plots
+from kernelbook import lane_plots, measure, records, toolchain
+from kernelbook.backends import Backend, Source
+from kernelbook.buckets import Breakdown, amdahl, article
+from kernelbook.experiments import Lab, grouped_gemm, prefill_buckets
 from kernelbook.fragments import INSTRUCTIONS, LOADS, Tokens
+from kernelbook.ops import grouped_gemm as op
+from kernelbook.plots import _COLOURS, Figure, _figure
+from kernelbook.prefill_plots import _BUCKETS, _OTHER
+from kernelbook.shapes import Projection
 
 FIRST = "mmac_i32_16x16x32_i8"  # the article's instruction, which the still picture shows
 
 
-class LaneMap(widgets.VBox):
-    """Controls, and below them the picture of the tokens that they describe. Made by `lane_map`."""
+class Explorer(widgets.VBox):
+    """Controls, and below them the picture of what they describe.
 
-    def __init__(self):
+    A kind of explorer gives `_figures`, which raises ValueError for a choice that cannot be: the reason is then shown
+    in place of the picture. Where one control bounds or sets another, `_settle` does that first.
+    """
+
+    def __init__(self, controls: Sequence[widgets.Widget]):
         self._drawing = threading.RLock()
-        self.instruction = widgets.Dropdown(options=list(INSTRUCTIONS), value=FIRST, description="instruction")
-        self.operand = widgets.Dropdown(options=["A", "B"], value="B", description="V is")
-        self.load = widgets.Dropdown(options=LOADS, value=max(LOADS), description="load, bytes")
-        self.lane = widgets.IntSlider(value=0, min=0, description="lane", continuous_update=False)
+        self._controls = controls
+        self._drawn = None
         self.picture = widgets.HTML()
-        controls = [self.instruction, self.operand, self.load, self.lane]
         super().__init__([*controls, self.picture])
         for control in controls:
             control.observe(self._draw, "value")
         self._draw()
 
+    def _settle(self) -> None:
+        """Bring controls in line with one another."""
+
+    def _figures(self) -> Sequence[Figure]:
+        raise NotImplementedError
+
     def _draw(self, change=None):
         # JupyterLab may have two changes handled at once, in threads: the later picture must be of the later choice.
         with self._drawing:
-            instruction = INSTRUCTIONS[self.instruction.value]
-            self.lane.max = instruction.lanes - 1  # a lane beyond it becomes the last, which draws again
+            self._settle()  # draws where it changes a control
+            choice = [control.value for control in self._controls]
+            if choice == self._drawn:
+                return
             try:
-                tokens = Tokens(instruction, self.load.value, self.operand.value)
+                figures = self._figures()
             except ValueError as refusal:
                 self.text = str(refusal)
                 self.picture.value = f'<p role="alert">{html.escape(self.text)}</p>'
             else:
-                figures = lane_plots.ownership(tokens), lane_plots.load_path(tokens, self.lane.value)
                 self.text = "\n".join(map(repr, figures))
                 self.picture.value = "".join(figure._repr_html_() for figure in figures)
+            self._drawn = choice
 
     def _repr_mimebundle_(self, **kwargs):
         return {**super()._repr_mimebundle_(**kwargs), "text/html": self.picture.value, "text/plain": self.text}
+
+
+# ---------------------------------------------------------------- lane maps
+
+class LaneMap(Explorer):
+    """Made by `lane_map`."""
+
+    def __init__(self):
+        self.instruction = widgets.Dropdown(options=list(INSTRUCTIONS), value=FIRST, description="instruction")
+        self.operand = widgets.Dropdown(options=["A", "B"], value="B", description="V is")
+        self.load = widgets.Dropdown(options=LOADS, value=max(LOADS), description="load, bytes")
+        self.lane = widgets.IntSlider(value=0, min=0, description="lane", continuous_update=False)
+        super().__init__([self.instruction, self.operand, self.load, self.lane])
+
+    def _settle(self):
+        self.lane.max = INSTRUCTIONS[self.instruction.value].lanes - 1  # a lane beyond it becomes the last
+
+    def _figures(self):
+        tokens = Tokens(INSTRUCTIONS[self.instruction.value], self.load.value, self.operand.value)
+        return lane_plots.ownership(tokens), lane_plots.load_path(tokens, self.lane.value)
 
 
 def lane_map() -> LaneMap:
@@ -58,3 +98,208 @@ def lane_map() -> LaneMap:
     cannot be (V in an unsigned operand) shows why in place of the picture.
     """
     return LaneMap()
+
+
+# ---------------------------------------------------------------- slices of K
+
+BLOCK_THREADS = op.THREADS_N * op.THREADS_M
+WEIGHTS = 1 << 30  # at most, a byte each: what two copies of leave room for on any GPU that the notebook runs on
+H200 = {"name": "an H200", "arch": "90a", "multiprocessors": 132}
+_REGISTERS = 1 << 16  # of a multiprocessor
+_THREADS = {"75": 1024, "86": 1536, "89": 1536, "120": 1536}  # of a multiprocessor; 2048 on others
+
+
+def resident_blocks(registers: int, arch: str = H200["arch"], threads: int = BLOCK_THREADS) -> int:
+    """Blocks of `threads` threads, `registers` each, that a multiprocessor of an NVIDIA GPU holds at once.
+
+    No shared memory is counted: the kernels of grouped_gemm have none. arch: as NVRTC calls it, such as "90a".
+    """
+    a_warp = 32 * (-(-registers // 8) * 8)  # handed out in units of 8 for each of 32 lanes
+    warps = threads // 32
+    return min(_REGISTERS // (a_warp * warps), _THREADS.get(arch, 2048) // threads)
+
+
+class SplitK(Explorer):
+    """Made by `split_k`."""
+
+    def __init__(self, lab: Lab, first: Projection):
+        self._lab = lab
+        self._weights = None  # on the device, of the shape that was timed last
+        self.m = widgets.SelectionSlider(options=[2**i for i in range(10)], description="M", continuous_update=False)
+        self.n = widgets.BoundedIntText(value=first.n, min=1, max=1 << 18, description="N")
+        self.k = widgets.BoundedIntText(value=first.k, min=1, max=1 << 16, description="K")
+        self.group = widgets.Dropdown(options=[16, 32, 64, 128], value=32, description="group")
+        self.rule = widgets.Checkbox(value=True, description="nsplit by the split rule")
+        self.nsplit = widgets.IntSlider(min=1, max=1, description="nsplit", continuous_update=False)
+        super().__init__([self.m, self.n, self.k, self.group, self.rule, self.nsplit])
+
+    def _settle(self):
+        m, n, groups = self.m.value, self.n.value, self.k.value // self.group.value
+        self.nsplit.max = max(1, min(groups, op.PARTIAL_CAP_BYTES // (4 * m * n)))
+        self.nsplit.disabled = self.rule.value
+        if self.rule.value:
+            self.nsplit.value = op.choose_nsplit(m, n, groups)
+
+    def _figures(self):
+        m, n, k, group = self.m.value, self.n.value, self.k.value, self.group.value
+        if k % group:
+            raise ValueError(f"K = {k} is no multiple of the group of {group}: the kernels take whole groups only")
+        if n * k > WEIGHTS:
+            raise ValueError(f"N x K = {n * k:,} weights; expected at most {WEIGHTS:,}")
+        name, multiprocessors, resident = self._device(group)
+        x, y = op.blocks_xy(m, n, remap=True)
+        groups, nsplit, rule = k // group, self.nsplit.value, op.choose_nsplit(m, n, k // group)
+        every = np.arange(1, self.nsplit.max + 1)
+        blocks = x * y * every
+        waves = blocks / (multiprocessors * resident)
+        longest = -(-groups // every)  # groups of the longest slice, one after another in each of its threads
+        times, wrong = self._times(every) if self._lab.timed else ({}, [])
+
+        def draw(axes):
+            panels = [("waves of blocks", waves), ("groups one after another", np.ceil(waves) * longest)]
+            for ax, (label, values) in zip(axes, panels, strict=False):
+                ax.plot(every, values, "o-" if len(every) == 1 else "-")
+                ax.plot(nsplit, values[nsplit - 1], "o", ms=8, color=_COLOURS[1])
+                ax.plot(rule, values[rule - 1], "D", ms=9, mfc="none", color="#c03434")
+                ax.set(title=label)
+            axes[0].axhline(1, ls="--", lw=1, color="#7a7f87")
+            if times:
+                splits, timings = zip(*sorted(times.items()), strict=True)
+                median = np.array([t.median for t in timings])
+                axes[2].errorbar(splits, median, yerr=[median - [t.p10 for t in timings],
+                                                       [t.p90 for t in timings] - median], fmt="o-")
+                if nsplit in times:
+                    axes[2].plot(nsplit, times[nsplit].median, "o", ms=8, color=_COLOURS[1])
+                if rule in times:
+                    axes[2].plot(rule, times[rule].median, "D", ms=9, mfc="none", color="#c03434")
+                axes[2].set(title="us a call, cold")
+            for ax in axes:
+                ax.set(xscale="log", yscale="log", xlabel="nsplit")
+                for axis in (ax.xaxis, ax.yaxis):
+                    axis.set_major_formatter(FormatStrFormatter("%g"))
+                    axis.set_minor_formatter(NullFormatter())
+
+        at = nsplit - 1
+        told = f" (the split rule has {rule})" if nsplit != rule else ", as the split rule has it"
+        clock = ("; simulated, not timed" if not self._lab.timed else
+                 "; " + ", ".join(f"{times[s]} at nsplit {s}" for s in sorted({1, rule, nsplit} & times.keys())) +
+                 "".join(f", wrong result at nsplit {s}" for s in wrong))
+        return [_figure(draw, (
+            f"M = {m}, N = {n}, K = {k}, groups of {group}, nsplit {nsplit}{told}: {x} x {y} x {nsplit} = "
+            f"{blocks[at]:,} blocks, {waves[at]:.2f} waves on {name}, whose {multiprocessors} multiprocessors hold "
+            f"{resident} blocks each; the longest slice has {longest[at]} of {groups} groups, which with "
+            f"{math.ceil(waves[at])} wave{'s'[:math.ceil(waves[at]) > 1]} makes "
+            f"{math.ceil(waves[at]) * longest[at]} one after another{clock}. Dot: this nsplit. Diamond: the rule's. "
+            "Dashed: one full wave."), columns=3 if times else 2, height=2.8)]
+
+    def _device(self, group: int) -> tuple[str, int, int]:
+        """Whose waves are counted: its name, its multiprocessors, and the blocks that each of them holds."""
+        backend: Backend = self._lab.backend
+        if backend.name == "hip":  # a compute unit holds 2048 lanes, and the kernel leaves registers over
+            return backend.device, backend.multiprocessors, 2048 // BLOCK_THREADS
+        name, arch, multiprocessors = ((backend.device, backend.arch, backend.multiprocessors) if self._lab.timed else
+                                       H200.values())
+        log = toolchain.nvrtc_compile(Source(*op.source("float", group)), arch)[1]
+        return name, multiprocessors, resident_blocks(toolchain.resources(log)["grouped_gemm_float"]["registers"], arch)
+
+    def _times(self, every: np.ndarray) -> tuple[dict[int, measure.Timing], list[int]]:
+        """Times by nsplit, cold, of those whose result is right, and the others."""
+        m, n, k, group = self.m.value, self.n.value, self.k.value, self.group.value
+        # What is tried out is of the moment and not of the run: it goes into a record that nobody saves.
+        record = self._lab.record
+        lab = Lab(self._lab.backend, records.Record(record.notebook, {}, record.environment), self._lab.seed)
+        if self._weights is None or self._weights[0] != (n, k, group):
+            self._weights = None  # the last ones go before the next ones come
+            self._weights = (n, k, group), grouped_gemm._Weights(lab, Projection("", n, k, 1, ""), "int8", group)
+        weights = self._weights[1]
+        weights.lab = lab
+        bench = grouped_gemm._Bench(weights, m)
+        tried = {s for s in (2**i for i in range(12)) if s <= every[-1]}
+        tried |= {self.nsplit.value, op.choose_nsplit(m, n, k // group)}
+        right = [s for s in sorted(tried) if bench.check(nsplit=s)]
+        times = measure.device_times({s: bench.calls(nsplit=s) for s in right}, rounds=10, budget_s=0.5)
+        return times, sorted(tried - set(right))
+
+
+def split_k(lab: Lab, first: Projection) -> SplitK:
+    """An explorer of how M, N, K, the group and nsplit make the grid of a product on float activations.
+
+    first: the shape that it opens on, with one row.
+
+    Beside each other against nsplit: the waves in which a device takes the blocks, the groups that are then multiplied
+    one after another, and on a GPU the time, cold, of every nsplit whose result is right. Without a GPU the waves are
+    those of an H200, simulated and not timed. A shape that the kernels do not take shows why in place of the picture.
+    """
+    return SplitK(lab, first)
+
+
+# ---------------------------------------------------------------- Amdahl's ceiling
+
+class Amdahl(Explorer):
+    """Made by `amdahl_ceiling`."""
+
+    def __init__(self, breakdown: Breakdown | None):
+        printed = {line.name: line.a for line in article.tables().comparison() if line.name != "total"}
+        self._tables: dict[str, Mapping[str, float]] = {"the article": printed}
+        if breakdown:
+            self._tables["this machine"] = breakdown.parts
+        style = {"continuous_update": False, "base": 10, "min": 0, "max": 2, "step": 0.02, "readout_format": ".2f"}
+        self.gemm = widgets.FloatLogSlider(value=prefill_buckets.probe_gain(), description="GEMM, x", **style)
+        self.gdn = widgets.FloatLogSlider(value=1, description="GDN, x", **style)
+        self.free = widgets.Checkbox(value=True, description="everything else is free")
+        super().__init__([self.gemm, self.gdn, self.free])
+
+    def _bound(self, parts: Mapping[str, float], gemm: float) -> float:
+        rest = {part: math.inf for part in parts if part not in ("GEMM", "GDN")} if self.free.value else {}
+        return amdahl(parts, rest | {"GEMM": gemm, "GDN": self.gdn.value})
+
+    def _left(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """What each part takes once it is sped up, in the unit of `parts`."""
+        faster = {"GEMM": self.gemm.value, "GDN": self.gdn.value}
+        return {name: time / faster.get(name, math.inf if self.free.value else 1) for name, time in parts.items()}
+
+    def _figures(self):
+        gains = np.geomspace(1, 100, 80)
+        bounds = {name: self._bound(parts, self.gemm.value) for name, parts in self._tables.items()}
+        ceilings = {name: self._bound(parts, math.inf) for name, parts in self._tables.items()}
+
+        def draw(axes):
+            bars = {f"{name},\n{what}": (table, sum(parts.values())) for name, parts in self._tables.items()
+                    for what, table in (("as it is", parts), ("sped up", self._left(parts)))}
+            names = list(dict.fromkeys(part for table, _ in bars.values() for part, ms in table.items() if ms > 0))
+            left = np.zeros(len(bars))
+            for part in names:  # what buckets share, the overlap, is negative and has no bar
+                width = np.array([100 * table.get(part, 0) / whole for table, whole in bars.values()])
+                axes[0].barh(list(bars), width, left=left, height=0.65, label=part, color=_BUCKETS.get(part, _OTHER))
+                left += width
+            for i, gain in enumerate(bounds.values()):
+                axes[0].annotate(f"{gain:.2f}x", (left[2 * i + 1] + 2, 2 * i + 1), va="center")
+            axes[0].invert_yaxis()
+            axes[0].grid(axis="y", visible=False)
+            axes[0].set(xlabel="% of the pass as it is")
+            for (name, parts), colour in zip(self._tables.items(), _COLOURS, strict=False):
+                axes[1].plot(gains, [self._bound(parts, gain) for gain in gains], color=colour, label=name)
+                axes[1].axhline(ceilings[name], ls="--", lw=1, color=colour)
+                axes[1].plot(self.gemm.value, bounds[name], "o", ms=8, color=colour)
+            axes[1].axhline(prefill_buckets.ARTICLE_BOUND, ls=":", lw=1, color="#7a7f87")
+            axes[1].set(xscale="log", ylim=(0, None), xlabel="GEMM, times faster", ylabel="the pass, times faster")
+            axes[1].xaxis.set_major_formatter(FormatStrFormatter("%g"))
+            for ax, across in zip(axes, (len(names), 2), strict=True):
+                ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(across, 3), fontsize=8)
+
+        words = "; ".join(f"{name} {bounds[name]:.2f}x, and {ceilings[name]:.2f}x were GEMM free"
+                          for name in self._tables)
+        return [_figure(draw, f"GEMM {self.gemm.value:.2f} times as fast, GDN {self.gdn.value:.2f} times, everything "
+                        f"else {'free' if self.free.value else 'as it is'}. The whole pass by Amdahl's law: {words}. "
+                        f"Dashed: those ceilings. Dotted: the article's {prefill_buckets.ARTICLE_BOUND}x.",
+                        columns=2, height=2.2 + 0.6 * len(self._tables))]
+
+
+def amdahl_ceiling(breakdown: Breakdown | None = None) -> Amdahl:
+    """An explorer of what a faster bucket does for the whole pass, by Amdahl's law.
+
+    Choose how many times as fast GEMM and GDN get, and whether everything else is free: on the left the buckets before
+    and after, on the right the pass's gain against GEMM's, and the ceiling that it nears. On the article's table, and
+    on this machine's where `breakdown` has it. It opens on the best gain of the article's probe.
+    """
+    return Amdahl(breakdown)

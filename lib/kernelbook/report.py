@@ -1,45 +1,55 @@
 """HTML from runs and records: an index that starts with the claims, and a page for each notebook.
 
-Pages open offline and load nothing: no script, style and pictures inline, formulas rendered ahead to MathML, and a
-content security policy that forbids the rest.
+The index has a column for each device, so that a user's card and the simulator stand beside the committed records.
+Pages open offline and load nothing: style and pictures inline, formulas rendered ahead to MathML, and a content
+security policy that forbids the rest. The one script, which sorts and filters the claims, stands in the index.
 """
 
+import base64
+import csv
+import hashlib
+import io
+import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import quote
 
-import jinja2
-import latex2mathml.converter
 import markupsafe
 import nbformat
-from bs4 import BeautifulSoup
-from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.ansi import strip_ansi
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
-from pygments.formatters import HtmlFormatter
-from traitlets.config import Config
 
-from kernelbook import claims, records, runner
+from kernelbook import claims, compare, pages, records, runner, static, summary_plots, sweep, tables
+from kernelbook.plots import Figure, standalone
 
-TEMPLATES = Path(__file__).parent / "templates"
+OUT = runner.RUNS / "report"
+"""Where a report of what is found goes."""
+MACHINE_CODE = "static.json"
+"""The copy of the record on machine code that the index links to."""
+CLAIMS_CSV = "claims.csv"
 LOG_LINES = 25
 """How much of a failed notebook's log the index shows."""
+CHANGES_SHOWN = 40
+"""How many of the speeds that changed the index lists; the file beside it has all."""
+NO_VERDICT, NOT_RUN = "no verdict", "not run"
+ORDER = (*records.VERDICTS, NO_VERDICT, NOT_RUN)
+"""Of verdicts, where claims are counted and sorted."""
 
-_ACTIVE = ["script", "iframe", "object", "embed", "link", "base", "form", "frame", "portal"]
-_LOADING = ["src", "srcset", "poster", "data", "background", "ping"]
-_STYLE_LOADS = re.compile(r"@import[^;]*;?|url\(\s*(?!['\"]?data:)[^)]*\)", re.I)
+_MEASURED = ("kernel", "variant", "metric", "value", "unit", "p10", "p90", "n", "cache", "host", "status", "reason")
 
 
 @dataclass
 class Entry:
-    """One notebook of one folder, as the index shows it. URLs are relative to the index."""
+    """One run of a notebook, as the index shows it. URLs are relative to the index."""
 
     name: str
     folder: Path
-    place: str  # the folder's name, where the report covers more than one
+    prefix: str  # of its URLs: "" or a folder, ending in a slash
+    label: str  # tells it from others of its column
     status: str = "passed"
     reason: str | None = None
     record: dict | None = None
@@ -48,11 +58,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        return f"{self.place}-{self.name}" if self.place else self.name
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.place}/" if self.place else ""
+        return f"{self.prefix}{self.name}"
 
     @cached_property
     def notebook(self) -> nbformat.NotebookNode | None:
@@ -71,6 +77,10 @@ class Entry:
         return heading[1].strip() if heading else self.name
 
     @property
+    def verdicts(self) -> dict[str, dict]:
+        return {verdict["claim"]: verdict for verdict in self.record["verdicts"]} if self.record else {}
+
+    @property
     def log_tail(self) -> str:
         path = self.folder / f"{self.name}.log"
         if not path.exists():
@@ -79,43 +89,164 @@ class Entry:
         return strip_ansi("\n".join(lines[-LOG_LINES:]))
 
 
-def build(folders: Path | list[Path], out: Path | None = None) -> Path:
-    """Write the report of run folders or folders of records; returns the path of its index.html.
+@dataclass
+class Column:
+    """A run folder, a sweep or a folder of records: one column of the claims."""
 
-    out: where the pages go, with copies of the records, logs and executed notebooks they link to; a single run
-    folder may take them itself (None). Raises ValueError for a folder that is not there or holds neither a run nor
-    records, for a committed record that is not valid, for folders of the same name, and for several folders
-    without `out`.
+    place: str  # the folder's name
+    entries: list[Entry]
+
+    @property
+    def environments(self) -> list[dict]:
+        return [entry.record["environment"] for entry in self.entries if entry.record]
+
+    @property
+    def devices(self) -> list[str]:
+        return _distinct(environment["device"] for environment in self.environments)
+
+    @property
+    def simulated(self) -> bool:
+        return any(environment["simulated"] for environment in self.environments)
+
+    @property
+    def title(self) -> str:
+        return ", ".join(self.devices) or self.place
+
+    @property
+    def started(self) -> str:
+        """The day of its first record."""
+        return min((entry.record["started"][:10] for entry in self.entries if entry.record), default="")
+
+    def runs(self, notebook: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.name == notebook and entry.status != NOT_RUN]
+
+
+def build(folders: Path | Sequence[Path] = (), out: Path | None = None, machine_code: Path | None = None,
+          against: Path | str | None = None) -> Path:
+    """Write the report of run folders, sweeps or folders of records; returns the path of its index.html.
+
+    folders: a column each, in this order; none takes those of `found`, or, to compare, the newest run.
+    out: where the pages go, with copies of the records and logs they link to; None takes OUT, emptied before, but for
+    a single run folder or sweep, which gets its own pages. machine_code: the record of `static`, if there is one, for
+    a section of its own. against: a folder, or the name of one below results/, that the others are compared with; it
+    becomes the first column.
+
+    Raises ValueError for a folder that is not there or holds neither a run nor records, for one named twice, for a
+    committed record that is not valid, and for a folder that `out` would mix with.
     """
-    folders = [Path(folder).resolve() for folder in ([folders] if isinstance(folders, Path | str) else folders)]
+    folders = [Path(folders)] if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
+    if not folders:
+        folders, out = found() if against is None else [newest_run()], out or OUT
+    if against is not None:
+        folders.insert(0, _base(against))
+    folders = [folder.resolve() for folder in folders]
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}; a report is made of run folders (runs/latest) or of "
                              "folders of records (results/nvidia-h200)")
+        if folders.count(folder) > 1:
+            raise ValueError(f"{folder} is named twice; a report has it once")
+    out = Path(out or (folders[0] if len(folders) == 1 and _is_run(folders[0]) else OUT)).resolve()
+    if inside := [folder for folder in folders if folder.is_relative_to(out) and (folders != [out])]:
+        raise ValueError(f"{inside[0]} lies in {out}, where the report goes; say another place (--out)")
     names = Counter(folder.name for folder in folders)
-    if max(names.values()) > 1:
-        raise ValueError(f"two folders are called {names.most_common(1)[0][0]!r}; their pages would mix")
-    if out is None:
-        if len(folders) > 1 or not (folders[0] / "run.json").exists():
-            raise ValueError("say where the report goes (--out): only that of one run folder goes into the folder")
-        out = folders[0]
-    out = Path(out).resolve()
-    entries = [entry for folder in folders for entry in _entries(folder, folder.name if len(folders) > 1 else "")]
-    for entry in entries:
-        _publish(entry, out)
+    columns = []
+    for folder in folders:
+        place = folder.name if names[folder.name] == 1 else f"{folder.parent.name}-{folder.name}"
+        if place in [column.place for column in columns]:
+            raise ValueError(f"two folders are called {place!r}; their pages would mix")
+        columns.append(Column(place, _entries(folder, f"{place}/" if len(folders) > 1 else "")))
+    if out == OUT.resolve():
+        shutil.rmtree(out, ignore_errors=True)  # pages of runs that are no longer part of it
+    for column in columns:
+        for entry in column.entries:
+            _publish(entry, out)
+    compiled = records.load(machine_code) if machine_code and Path(machine_code).exists() else None
+    if compiled:
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(machine_code, out / MACHINE_CODE)
+    records.write(out / CLAIMS_CSV, _claims_csv(columns))
+    comparisons = _comparisons(columns, out) if against is not None else []
     index = out / "index.html"
-    records.write(index, _index(entries).encode())
+    records.write(index, _index(columns, comparisons, compiled).encode())
     return index
 
 
-def _entries(folder: Path, place: str) -> list[Entry]:
-    if (folder / "run.json").exists():
-        return [Entry(name, folder, place, state["status"], state.get("reason"), _run_record(folder, name))
-                for name, state in runner.read_state(folder)["notebooks"].items()]
+def _base(against: Path | str) -> Path:
+    """The folder that `against` is or names."""
+    for folder in (Path(against), tables.RESULTS / against):
+        if folder.is_dir():
+            return folder
+    known = sorted(path.name for path in tables.RESULTS.iterdir() if path.is_dir()) if tables.RESULTS.exists() else []
+    raise ValueError(f"nothing to compare with: there is no folder {against}, and no such device in results/, which "
+                     f"has {', '.join(known) or 'none'}")
+
+
+def found(results: Path | None = None, runs: Path | None = None) -> list[Path]:
+    """Every folder of committed records, and for each device that own runs were made on the newest of them.
+
+    results, runs: the folders looked through, the project's own if None. A run that left no record, so that its
+    device is not known, counts if it is the newest of all. Raises ValueError where there is nothing.
+    """
+    committed = sorted({path.parent for path in (results or tables.RESULTS).glob("*/*.json")})
+    own: dict[tuple[str, ...], Path] = {}
+    newest = _own_runs(runs or runner.RUNS)
+    for folder in newest:
+        devices = tuple(_devices(folder))
+        if devices or folder == newest[0]:
+            own.setdefault(devices, folder)
+    if not committed and not own:
+        raise ValueError("there is nothing to report: neither records below results/ nor a run below runs/ "
+                         "(make reproduce)")
+    return [*committed, *own.values()]
+
+
+def newest_run(runs: Path | None = None) -> Path:
+    """The run folder or sweep below `runs` (runs/) that was started last. Raises ValueError where there is none."""
+    folders = _own_runs(runs or runner.RUNS)
+    if not folders:
+        raise ValueError(f"there is no run below {runs or runner.RUNS} to compare; make one with `make reproduce`, or "
+                         "name a folder")
+    return folders[0]
+
+
+def _own_runs(runs: Path) -> list[Path]:
+    """Run folders and sweeps, the newest first."""
+    started = {}
+    for path in [*runs.glob("*/run.json"), *runs.glob("*/sweep.json")]:
+        try:
+            started[path.parent.resolve()] = json.loads(path.read_text(encoding="utf-8"))["started"]
+        except (ValueError, KeyError, TypeError):
+            continue  # damaged; named in a command it would be an error
+    return sorted(started, key=lambda folder: (started[folder], folder.name), reverse=True)
+
+
+def _devices(folder: Path) -> list[str]:
+    """The devices that a run folder or sweep has records of, read without checking them."""
+    devices = set()
+    for row in sweep.standings(folder):
+        try:
+            text = (row.folder / f"{row.notebook}.json").read_text(encoding="utf-8")
+            devices.add(str(json.loads(text)["environment"]["device"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return sorted(devices)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "run.json").exists() or (folder / "sweep.json").exists()
+
+
+def _entries(folder: Path, prefix: str) -> list[Entry]:
+    if _is_run(folder):
+        return [Entry(row.notebook, row.folder,
+                      prefix if row.folder == folder else f"{prefix}{row.folder.relative_to(folder).as_posix()}/",
+                      row.label, row.status, row.entry.get("reason"), _run_record(row.folder, row.notebook))
+                for row in sweep.standings(folder)]
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise ValueError(f"{folder} holds neither a run (run.json) nor records (*.json)")
-    return [Entry(path.stem, folder, place, record=records.load(path)) for path in paths]
+        raise ValueError(f"{folder} holds neither a run (run.json, sweep.json) nor records (*.json)")
+    return [Entry(path.stem, folder, prefix, path.stem, record=records.load(path)) for path in paths]
 
 
 def _run_record(folder: Path, name: str) -> dict | None:
@@ -126,45 +257,160 @@ def _run_record(folder: Path, name: str) -> dict | None:
 
 
 def _publish(entry: Entry, out: Path) -> None:
-    """Write an entry's page and put the files it links to beside it."""
+    """Write an entry's page and put the files it links to beside it, but for the executed notebook: its page says
+    the same, and it stays where it was run."""
     for label, suffix in (("record", ".json"), ("log", ".log"), ("executed notebook", ".ipynb")):
         source = entry.folder / f"{entry.name}{suffix}"
-        if source.exists():
+        target = out / f"{entry.prefix}{source.name}"
+        if source.exists() and (suffix != ".ipynb" or target == source):
             entry.files[label] = f"{entry.prefix}{source.name}"
-            target = out / entry.files[label]
             if target != source:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
+    if entry.record:
+        entry.files["measurements as CSV"] = f"{entry.prefix}{entry.name}.csv"
+        records.write(out / entry.files["measurements as CSV"], measurements_csv(entry.record))
     if entry.notebook:
         entry.page = f"{entry.prefix}{entry.name}.html"
-        records.write(out / entry.page, _page(entry).encode())
+        back = "../" * entry.prefix.count("/")
+        html = pages.page(entry.notebook, entry.title, list(entry.verdicts.values()), f"{back}index.html")
+        records.write(out / entry.page, html.encode())
 
 
-def _index(entries: list[Entry]) -> str:
-    tested, untested = [], []
+def measurements_csv(record: dict) -> bytes:
+    """The measurements of a record as CSV, a column for each entry of their cases. Text that a spreadsheet would
+    take for a formula has an apostrophe before it."""
+    cases = _distinct(name for m in record["measurements"] for name in m["case"])
+    rows = [[*(m[name] for name in _MEASURED), *(m["case"].get(name) for name in cases)]
+            for m in record["measurements"]]
+    return _csv([*_MEASURED, *(f"case: {name}" for name in cases)], rows)
+
+
+def _claims_csv(columns: list[Column]) -> bytes:
+    rows = []
     for article in claims.articles():
-        runs = [entry for entry in entries if entry.name == article.notebook and entry.status != "not run"]
-        rows = [{"claim": claim, "entry": entry, "verdict": _verdicts(entry).get(claim.id)}
-                for claim in article.claims for entry in runs]
-        if rows:
-            tested.append((article, rows))
-        else:
-            untested.append(article)
-    verdicts = Counter(row["verdict"]["verdict"] if row["verdict"] else "no verdict"
-                       for _, rows in tested for row in rows)
-    environments = [entry.record["environment"] for entry in entries if entry.record]
-    return _templates().get_template("index.html.j2").render(
-        style=_style(), entries=entries, tested=tested, untested=untested,
-        failed=[entry for entry in entries if entry.status not in ("passed", "not run")],
-        places=any(entry.place for entry in entries),
-        counts=[(name, verdicts[name]) for name in (*records.VERDICTS, "no verdict") if verdicts[name]],
-        devices=_distinct(environment["device"] for environment in environments),
-        simulated=_distinct(e["device"] for e in environments if e["simulated"]),
-        environments=_distinct(_facts(environment) for environment in environments))
+        for claim in article.claims:
+            for column in columns:
+                for entry in column.runs(article.notebook):
+                    verdict = entry.verdicts.get(claim.id, {"verdict": NO_VERDICT})
+                    rows.append([claim.id, article.name, claim.kind, claim.says, claim.value, claim.where,
+                                 column.title, column.place, entry.label,
+                                 *(verdict.get(name) for name in ("verdict", "measured", "evidence", "missing"))])
+    return _csv(["claim", "article", "kind", "says", "article's figure", "where", "device", "folder", "run",
+                 "verdict", "measured", "evidence", "missing"], rows)
 
 
-def _verdicts(entry: Entry) -> dict[str, dict]:
-    return {verdict["claim"]: verdict for verdict in entry.record["verdicts"]} if entry.record else {}
+def _changes_csv(changes: Iterable[tuple[str, compare.Change]]) -> bytes:
+    rows = [[notebook, m["kernel"], m["variant"], json.dumps(m["case"], ensure_ascii=False), m["metric"], m["unit"],
+             m["cache"], c.speedup, *(side[name] for side in (c.before, c.after) for name in ("value", "p10", "p90"))]
+            for notebook, c in changes for m in [c.before]]
+    return _csv(["notebook", "kernel", "variant", "case", "metric", "unit", "cache", "times as fast",
+                 *(f"{name} {when}" for when in ("before", "after") for name in ("value", "p10", "p90"))], rows)
+
+
+def _csv(header: list[str], rows: Iterable[list]) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in [header, *rows]:
+        writer.writerow(map(_csv_cell, row))
+    return text.getvalue().encode()
+
+
+def _csv_cell(value):
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else f"{value:.7g}"
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+def _comparisons(columns: list[Column], out: Path) -> list[dict]:
+    """What changed from the first column to each of the others, as the index shows it."""
+    base, *others = columns
+    shown = []
+    for column in others:
+        pairs = [(before, after, compare.compare(before.record, after.record))
+                 for before, after in _pairs(base.entries, column.entries)]
+        file = f"changes-{column.place}.csv"
+        changed = [(before.name, change) for before, _, found in pairs for change in [*found.slower, *found.faster]]
+        records.write(out / file, _changes_csv(changed))
+        paired = {id(entry) for before, after, _ in pairs for entry in (before, after)}
+        shown.append({
+            "base": base, "column": column, "pairs": pairs, "file": file, "most": CHANGES_SHOWN,
+            "alone": [(side, entry) for side in (base, column) for entry in side.entries
+                      if entry.record and id(entry) not in paired]})
+    return shown
+
+
+def _pairs(before: list[Entry], after: list[Entry]) -> list[tuple[Entry, Entry]]:
+    """Runs of the same notebook: those of the same parameters, or the only one of each side."""
+    pairs = []
+    for entry in (entry for entry in after if entry.record):
+        candidates = [other for other in before if other.record and other.name == entry.name]
+        same = [other for other in candidates if other.record["parameters"] == entry.record["parameters"]]
+        rivals = [other for other in after if other.record and other.name == entry.name]
+        if same or len(candidates) == len(rivals) == 1:
+            pairs.append(((same or candidates)[0], entry))
+    return pairs
+
+
+def _index(columns: list[Column], comparisons: list[dict], compiled: dict | None) -> str:
+    articles = [(article, [(claim, [_cell(column, article.notebook, claim.id) for column in columns])
+                           for claim in article.claims]) for article in claims.articles()]
+    cells = [cell for _, rows in articles for _, row in rows for cell in row]
+    script = (pages.TEMPLATES / "index.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    templates = pages.templates()
+    templates.filters["url"] = lambda text: quote(text, safe="/")
+    templates.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    templates.filters["case"] = lambda case: ", ".join(f"{name} {value}" for name, value in case.items())
+    return templates.get_template("index.html.j2").render(
+        style=pages.style(), script=markupsafe.Markup(script), script_hash=digest,
+        columns=columns, articles=articles,
+        verdicts=[name for name in ORDER if any(name in cell["verdicts"] for cell in cells)],
+        counts=[(column, _counts(rows[place] for _, of in articles for _, rows in of))
+                for place, column in enumerate(columns)],
+        failed=[(column, entry) for column in columns for entry in column.entries
+                if entry.status not in ("passed", NOT_RUN)],
+        devices=_distinct(device for column in columns for device in column.devices),
+        simulated=_distinct(e["device"] for column in columns for e in column.environments if e["simulated"]),
+        figures=[(column, entry, [_picture(figure) for figure in shown])
+                 for column in columns for entry in column.entries
+                 if entry.record and _first(entry, column) and (shown := summary_plots.figures(entry.record))],
+        comparisons=comparisons, compiled=compiled and _machine_code(compiled), claims_csv=CLAIMS_CSV,
+        environments=[(column, _distinct(_facts(environment) for environment in column.environments))
+                      for column in columns])
+
+
+def _first(entry: Entry, column: Column) -> bool:
+    """Whether an entry is its column's first of its notebook with a record: of a sweep, one run's figures do."""
+    return entry is next(other for other in column.entries if other.record and other.name == entry.name)
+
+
+def _cell(column: Column, notebook: str, claim: str) -> dict:
+    """What a column has on a claim: its runs with their verdicts, and how often each verdict occurs."""
+    runs = [(entry, entry.verdicts.get(claim)) for entry in column.runs(notebook)]
+    counts = Counter(verdict["verdict"] if verdict else NO_VERDICT for _, verdict in runs)
+    counts = {name: counts[name] for name in ORDER if counts[name]} or {NOT_RUN: 1}
+    return {"runs": runs, "verdicts": counts, "rank": min(map(ORDER.index, counts))}
+
+
+def _counts(cells: Iterable[dict]) -> list[tuple[str, int]]:
+    total = sum((Counter(cell["verdicts"]) for cell in cells), Counter())
+    return [(name, total[name]) for name in ORDER if total[name]]
+
+
+def _picture(figure: Figure) -> dict:
+    """A figure as an image that follows the reader's colour scheme, its size in pixels."""
+    svg = standalone(figure)
+    width, height = (float(points) * 96 / 72 for points in re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups())
+    return {"alt": figure.alt, "width": round(width), "height": round(height),
+            "url": "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()}
+
+
+def _machine_code(document: dict) -> dict:
+    families = static.sections(document)
+    return {"started": document["started"], "commit": document["environment"]["commit"], "file": MACHINE_CODE,
+            "families": families,
+            "compilers": _distinct(row["compiler"] for family in families for row in family["rows"])}
 
 
 def _facts(environment: dict) -> dict[str, str]:
@@ -184,108 +430,9 @@ def _facts(environment: dict) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _distinct(items) -> list:
-    found = []
+def _distinct(items: Iterable) -> list:
+    distinct = []
     for item in items:
-        if item not in found:
-            found.append(item)
-    return found
-
-
-def _templates() -> jinja2.Environment:
-    templates = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True)
-    templates.filters["slug"] = lambda text: text.replace(" ", "-")
-    return templates
-
-
-def _style() -> markupsafe.Markup:
-    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("xcode", "github-dark"))
-    css = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    return markupsafe.Markup(f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{css}")
-
-
-def _page(entry: Entry) -> str:
-    resources = {"page": {
-        "title": entry.title, "style": _style(), "verdicts": list(_verdicts(entry).values()),
-        "policy": _templates().get_template("policy.html.j2").render(),
-        "index": "../index.html" if entry.place else "index.html"}}
-    html, _ = _Exporter().from_notebook_node(entry.notebook, resources)
-    return html
-
-
-class _Exporter(HTMLExporter):
-    """nbconvert with our template, formulas as MathML, and nothing left in the page that would load or run."""
-
-    @property
-    def default_config(self):
-        config = Config({"NbConvertBase": {"display_data_priority": [
-            "text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/latex", "text/plain"]}})
-        base = super().default_config.copy()
-        base.merge(config)
-        return base
-
-    def __init__(self, **options):
-        super().__init__(template_name="notebook", extra_template_basedirs=[str(TEMPLATES)], **options)
-
-    def default_filters(self):
-        yield from super().default_filters()
-        yield "markdown2html", _markdown
-        yield "overwritten", _overwritten
-
-    def from_notebook_node(self, nb, resources=None, **options):
-        html, resources = super().from_notebook_node(nb, resources, **options)
-        return _inert(html), resources
-
-
-@jinja2.pass_context
-def _markdown(context, source: str) -> str:
-    attachments = context.get("cell", {}).get("attachments", {})
-    return MarkdownWithMath(renderer=_Renderer(escape=False, attachments=attachments)).render(source)
-
-
-class _Renderer(IPythonRenderer):
-    """Markdown with its formulas rendered to MathML instead of left to a script."""
-
-    def inline_math(self, body):
-        return _mathml(body, "inline")
-
-    def block_math(self, body):
-        return _mathml(body, "block")
-
-    def latex_environment(self, name, body):
-        return _mathml(f"\\begin{{{name}}}{body}\\end{{{name}}}", "block")
-
-
-def _mathml(tex: str, display: str) -> str:
-    try:
-        return latex2mathml.converter.convert(tex.strip(), display=display)
-    except Exception:  # its parser raises many kinds; a formula it cannot read is shown as written
-        return f"<code>{markupsafe.escape(tex)}</code>"
-
-
-def _overwritten(text: str) -> str:
-    """Printed text as a terminal leaves it: a carriage return starts the line over."""
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-
-
-def _inert(html: str) -> str:
-    """The page without anything that would run or load, whatever a cell's output brought along."""
-    soup = BeautifulSoup(html, "html.parser")
-    for element in soup.find_all(_ACTIVE):
-        element.decompose()
-    for element in soup.find_all("meta", attrs={"http-equiv": re.compile("refresh", re.I)}):
-        element.decompose()
-    for element in soup.find_all(True):
-        for name in list(element.attrs):
-            value = str(element.attrs[name]).strip()
-            loads = name.lower() in _LOADING and not value.startswith("data:")
-            script = name.lower().startswith("on") or value.lower().startswith("javascript:")
-            if loads or script:
-                del element.attrs[name]
-            elif name.lower() == "style":
-                element.attrs[name] = _STYLE_LOADS.sub("none", value)
-        if element.name == "img" and not element.get("src"):
-            element.decompose()
-        elif element.name == "style" and element.string:
-            element.string = _STYLE_LOADS.sub("", element.string)
-    return str(soup)
+        if item not in distinct:
+            distinct.append(item)
+    return distinct

@@ -1,81 +1,75 @@
-"""Runs notebooks in batch: parameters checked first, then each notebook in a process and a folder of its own.
-
-A run folder, never used twice, holds for each notebook NAME the executed NAME.ipynb, its record NAME.json, NAME.log
-and its working directory work/NAME; run.json says how each of them ended.
-"""
+"""Runs notebooks in batch: parameters checked first, then each notebook in a process and a folder of its own."""
 
 import contextlib
-import json
+import itertools
+import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import nbformat
-import psutil
 import yaml
-from tqdm import tqdm
 
-from kernelbook import ROOT, backends, notebooks, records
+from kernelbook import ROOT, backends, launch, notebooks
 from kernelbook.backends import cache
+from kernelbook.launch import Job, Run, read_state
+from kernelbook.progress import Progress
+from kernelbook.scheduler import Local, schedule
 
 RUNS = ROOT / "runs"
 PROFILES = ROOT / "notebooks" / "profiles"
-GRACE_S = 10
-"""How long a notebook that is told to end may take to save what it has."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One notebook to run, with the values it gets in place of its parameters' defaults."""
-
-    notebook: Path
-    parameters: dict[str, Any]
-    cell_timeout_s: float
-
-    @property
-    def name(self) -> str:
-        return self.notebook.stem
+EACH = "each"
+"""Key under which a profile lists several values of a parameter: {each: [1, 2, 4]}."""
 
 
 def default_profile() -> str:
     """gpu where there is a device, cpu elsewhere."""
-    return "gpu" if backends.available()["cuda"] is None else "cpu"
+    return "gpu" if launch.devices() else "cpu"
 
 
-def plan(profile: str, names: Iterable[str] = (), overrides: Iterable[str] = ()) -> list[Job]:
+def plan(profile: str | Path, names: Iterable[str] = (), overrides: Iterable[str] = ()) -> list[Job]:
     """The jobs of a batch, every parameter checked against its notebook's own parameters cell.
 
-    profile: the name of a file in notebooks/profiles. names: notebooks to run, all if none are named.
-    overrides: "name=value" texts, each for every chosen notebook that has such a parameter.
+    profile: the name of a file in notebooks/profiles, or the path of one elsewhere, ending in .yaml.
+    names: notebooks to run, all if none are named. overrides: "name=value" texts, each for every chosen notebook
+    that has such a parameter. A notebook whose parameters have several values ({each: [...]}) gives a job for each
+    combination, the last parameter's values varying fastest.
 
-    Raises ValueError for an unknown profile, notebook or parameter (with the nearest name) and for a value
-    that is not of the parameter's type or not finite; BackendUnavailable where no backend can run, and
-    PermissionError where compiled kernels cannot be kept.
+    Raises ValueError for an unknown profile, notebook or parameter (with the nearest name), for a value
+    that is not of the parameter's type or not finite, and for a combination that occurs twice; BackendUnavailable
+    where no backend can run, and PermissionError where compiled kernels cannot be kept.
     """
     settings = _profile(profile)
-    jobs, unused = [], dict(_split(override) for override in overrides)
-    texts = dict(unused)
+    texts = [_split(override) for override in overrides]
+    unused = dict(texts)
+    for name in unused:
+        if [name for name, _ in texts].count(name) > 1:
+            raise ValueError(f"parameter {name!r} is set twice")
+    jobs, texts = [], dict(texts)
     paths = notebooks.find(names)
     for path in paths:
         known = notebooks.parameters(path)
         _require(notebooks.RECORD, known, path)
-        values = {}
+        axes = {}
         for name, value in settings["notebooks"].get(path.stem, {}).items():
-            _require(name, known, f"profile {profile}: {path.stem}")
-            values[name] = _located(f"profile {profile}: {path.stem}", notebooks.fit_yaml, known[name], value)
+            where = f"profile {profile}: {path.stem}"
+            _require(name, known, where)
+            if name == notebooks.RECORD:
+                raise ValueError(f"{where}: parameter {name!r} is set by the run itself: records go to its folder")
+            axes[name] = [_located(where, notebooks.fit_yaml, known[name], item)
+                          for item in _values(value, name, where)]
         for name in texts.keys() & known.keys():
-            values[name] = _located(path.stem, notebooks.parse, known[name], texts[name])
+            axes[name] = [_located(path.stem, notebooks.parse, known[name], texts[name])]
             unused.pop(name, None)
-        jobs.append(Job(path, values, settings["cell_timeout_s"]))
+        for name, values in axes.items():
+            for twice in (value for i, value in enumerate(values) if value in values[:i]):
+                raise ValueError(f"profile {profile}: {path.stem}: parameter {name}: {twice!r} is listed twice")
+        jobs += [Job(path, dict(zip(axes, values, strict=True)), settings["cell_timeout_s"],
+                     settings["run_timeout_s"], settings["retries"]) for values in itertools.product(*axes.values())]
     for name in unused:
         _require(name, sorted({p for path in paths for p in notebooks.parameters(path)}),
                  ", ".join(path.stem for path in paths))
@@ -83,33 +77,36 @@ def plan(profile: str, names: Iterable[str] = (), overrides: Iterable[str] = ())
     return jobs
 
 
+def listed(profile: str | Path) -> list[str]:
+    """The notebooks that a profile has parameters for."""
+    return list(_profile(profile)["notebooks"])
+
+
 def run(jobs: list[Job], profile: str, out: Path | None = None) -> Path:
     """Run every job, one after the other, in a new folder below `out` (runs/); returns the folder.
 
     A notebook that fails does not stop the others; `failures` names it. KeyboardInterrupt and SIGTERM end the
     running notebook with all its processes, keep its partial output, mark the rest as not run, and are raised on.
-    Raises OSError where the folder cannot be made.
+    Raises ValueError for several jobs of one notebook, whose files would mix; OSError where the folder cannot be
+    made or written.
     """
-    folder = _new_folder(out or RUNS, profile)
-    state = {"profile": profile, "started": _now(), "command": shlex.join(sys.argv[1:]),
-             "notebooks": {job.name: {"status": "not run"} for job in jobs}}
-    with _sigterm_interrupts(), _Progress(jobs) as progress:
-        for job in jobs:
-            progress.start(job)
-            entry = state["notebooks"][job.name] = {"status": "running", "parameters": job.parameters}
-            _save_state(folder, state)
-            try:
-                reason = _execute(job, folder, progress)
-                entry["status"] = "failed" if reason else "passed"
-                entry["reason"] = reason
-            except BaseException as error:
-                entry.update(status="interrupted", reason=type(error).__name__)
-                raise
-            finally:
-                entry["seconds"] = progress.seconds
-                _save_state(folder, state)
-                progress.end(job, entry)
+    names = [job.name for job in jobs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"profile {profile} gives {names.count(name)} runs of {name}, whose files would mix; "
+                             "`python -m kernelbook sweep` has a folder for each")
+    folder = _new_folder(out or RUNS, Path(profile).stem)
+    launch.write_state(folder, new_state(profile, names))
+    runs = [Run(job, folder, job.name) for job in jobs]
+    with Local(launch.devices()[:1] or [None]) as launcher, Progress(runs, 1) as progress:
+        schedule(runs, launcher, progress)
     return folder
+
+
+def new_state(profile: str, names: list[str]) -> dict:
+    """The run.json of a folder in which nothing has run yet."""
+    return {"profile": str(profile), "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv[1:]), "notebooks": {name: {"status": "not run"} for name in names}}
 
 
 def failures(folder: Path) -> dict[str, str]:
@@ -117,14 +114,6 @@ def failures(folder: Path) -> dict[str, str]:
     entries = read_state(folder)["notebooks"]
     return {name: entry.get("reason") or entry["status"]
             for name, entry in entries.items() if entry["status"] != "passed"}
-
-
-def read_state(folder: Path) -> dict:
-    """A run folder's run.json. Raises ValueError where there is none."""
-    try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is no run folder: it has no run.json") from None
 
 
 def _check_machine() -> None:
@@ -136,26 +125,57 @@ def _check_machine() -> None:
             f"  {name}: {reason}" for name, reason in reasons.items()))
 
 
-def _profile(name: str) -> dict:
-    known = {path.stem: path for path in sorted(PROFILES.glob("*.yaml"))}
-    if name not in known:
-        raise ValueError(f"no profile {name!r} in {PROFILES}{notebooks.nearest(name, known)}")
+def _profile(profile: str | Path) -> dict:
+    """The content of a profile, checked as far as that goes without its notebooks' parameters."""
+    path = _profile_path(profile)
     try:
-        content = yaml.safe_load(known[name].read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{known[name]} is not YAML: {error}") from None
-    if not isinstance(content, dict) or content.keys() != {"cell_timeout_s", "notebooks"}:
-        raise ValueError(f"{known[name]}: expected the keys cell_timeout_s and notebooks, and no others")
-    timeout = content["cell_timeout_s"]
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise ValueError(f"{known[name]}: cell_timeout_s is {timeout!r}, expected a number of seconds above 0")
-    content["notebooks"] = content["notebooks"] or {}
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    required, optional = ("cell_timeout_s", "notebooks"), ("run_timeout_s", "retries")
+    if not isinstance(content, dict) or not set(required) <= content.keys() <= {*required, *optional}:
+        raise ValueError(f"{path}: expected the keys cell_timeout_s and notebooks, perhaps run_timeout_s and retries, "
+                         "and no others")
+    for name in [name for name in ("cell_timeout_s", "run_timeout_s") if name in content]:
+        seconds = content[name]
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise ValueError(f"{path}: {name} is {seconds!r}, expected a number of seconds above 0")
+    content = {"run_timeout_s": None, "retries": 0, **content}
+    if type(content["retries"]) is not int or content["retries"] < 0:
+        raise ValueError(f"{path}: retries is {content['retries']!r}, expected a count: how often a run that failed "
+                         "is tried again")
+    content["notebooks"] = {} if content["notebooks"] is None else content["notebooks"]
+    if not isinstance(content["notebooks"], dict):
+        raise ValueError(f"{path}: notebooks: expected their names and parameters, got {content['notebooks']!r}")
     stems = [path.stem for path in notebooks.find()]
     for notebook, values in content["notebooks"].items():
-        _require(notebook, stems, known[name], "notebook")
-        if not isinstance(values, dict):
-            raise ValueError(f"{known[name]}: {notebook}: expected parameters and their values, got {values!r}")
+        _require(notebook, stems, path, "notebook")
+        if values is None:
+            content["notebooks"][notebook] = {}
+        elif not isinstance(values, dict):
+            raise ValueError(f"{path}: {notebook}: expected parameters and their values, got {values!r}")
     return content
+
+
+def _profile_path(profile: str | Path) -> Path:
+    if str(profile).endswith((".yaml", ".yml")):
+        return Path(profile)
+    known = {path.stem: path for path in sorted(PROFILES.glob("*.yaml"))}
+    if profile not in known:
+        raise ValueError(f"no profile {profile!r} in {PROFILES}{notebooks.nearest(profile, known)}")
+    return known[profile]
+
+
+def _values(value: Any, name: str, where: str) -> list:
+    """The values that a profile gives a parameter, one or `each` of several."""
+    if not isinstance(value, dict):
+        return [value]
+    values = value.get(EACH)
+    if value.keys() != {EACH} or not isinstance(values, list) or not values:
+        raise ValueError(f"{where}: parameter {name}: expected a value, or several as {{each: [...]}}, got {value!r}")
+    return values
 
 
 def _require(name: str, known: Iterable[str], where: Any, kind: str = "parameter") -> None:
@@ -179,20 +199,22 @@ def _split(override: str) -> tuple[str, str]:
     return name, value
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def writable(folder: Path) -> Path:
+    """The absolute path of a folder, made if need be. Raises OSError where it cannot be made or written."""
+    folder = folder.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"cannot write runs to {folder} ({error.strerror}); choose another folder with --out") from error
+    return folder
 
 
 def _new_folder(parent: Path, profile: str) -> Path:
     """A folder that no other run has, though it start in the same second, and the link `latest` to it."""
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{profile}"
-    parent = parent.absolute()
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise OSError(f"cannot write runs to {parent} ({error.strerror}); choose another folder with --out") from error
+    parent = writable(parent)
     for suffix in ["", *(f"-{i}" for i in range(2, 100))]:
         folder = parent / f"{name}{suffix}"
         try:
@@ -208,143 +230,3 @@ def _new_folder(parent: Path, profile: str) -> Path:
         with contextlib.suppress(OSError):  # someone's own folder of that name stays
             os.replace(link, parent / "latest")
     return folder
-
-
-def _save_state(folder: Path, state: dict) -> None:
-    records.write(folder / "run.json", (json.dumps(state, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def _execute(job: Job, folder: Path, progress: "_Progress") -> str | None:
-    """Run one notebook; None if it passed, else the reason why not."""
-    output, record, log = (folder / f"{job.name}{suffix}" for suffix in (".ipynb", ".json", ".log"))
-    work = folder / "work" / job.name
-    work.mkdir(parents=True)
-    read_end, write_end = os.pipe()
-    # A short path of its own: sockets are named by at most 107 bytes, and a home may be long, shared or read-only.
-    with tempfile.TemporaryDirectory(prefix="kernelbook-") as scratch, open(log, "wb") as log_file:
-        command = [sys.executable, "-m", "kernelbook.execute", json.dumps({
-            "notebook": str(job.notebook), "output": str(output), "folder": str(work),
-            # Relative, so that a published page does not tell where it was made.
-            "parameters": {**job.parameters, notebooks.RECORD: os.path.relpath(record, work)},
-            "cell_timeout_s": job.cell_timeout_s}), str(write_end)]
-        package = str(Path(records.__file__).parents[1])
-        environment = {
-            **os.environ, "JUPYTER_RUNTIME_DIR": scratch, "IPYTHONDIR": f"{scratch}/ipython", "PYTHONUTF8": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-            "JUPYTER_PREFER_ENV_PATH": "1"}  # else a kernel of the same name in the user's home comes first
-        process = subprocess.Popen(command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=log_file,
-                                   stderr=log_file, pass_fds=[write_end], start_new_session=True)
-        os.close(write_end)
-        cell, failed = 0, None
-        try:
-            with os.fdopen(read_end, encoding="utf-8") as events:
-                for line in events:
-                    event = json.loads(line)
-                    failed = event.get("failed", failed)
-                    if "cell" in event:
-                        cell = event["cell"]
-                        progress.cell(job, cell, event["cells"])
-            code = process.wait()
-        finally:
-            _end(process)
-    if failed:
-        return f"code cell {cell}: {' '.join(failed.split())}"[:500]
-    if code:
-        return f"its process ended with signal {-code}" if code < 0 else f"its process ended with code {code}"
-    return _incomplete(job, output, record)
-
-
-def _incomplete(job: Job, output: Path, record: Path) -> str | None:
-    """What a notebook that ended without an error left undone.
-
-    A cell that calls sys.exit, or a kernel that dies, raises nothing, and papermill marks the cells after it as
-    completed; only execution counts and the record tell.
-    """
-    cells = [cell for cell in nbformat.read(output, 4).cells if cell.cell_type == "code" and cell.source.strip()]
-    undone = [number for number, cell in enumerate(cells, 1) if cell.execution_count is None]
-    if undone:
-        return f"it stopped early: code cell {undone[0]} of {len(cells)} did not run"
-    if not record.exists():
-        return "it wrote no record"
-    try:
-        name = records.load(record)["notebook"]
-    except ValueError as error:
-        return f"its record is not valid: {error}"
-    return None if name == job.name else f"its record is that of notebook {name!r}"
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End a notebook's process and all below it: first asked, so that it saves its output, then killed."""
-    if process.poll() is not None:
-        return
-    family = psutil.Process(process.pid).children(recursive=True)  # the kernel leads a session of its own
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.kill()
-    process.wait()
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts():
-    """Let SIGTERM, which batch systems send before they kill, end a run as Ctrl-C does."""
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _Progress:
-    """One bar over all notebooks on a terminal, a line for each step elsewhere."""
-
-    def __init__(self, jobs: list[Job]):
-        self.total = {job.name: self._code_cells(job.notebook) for job in jobs}
-        self.done = 0  # cells of the notebooks that have ended
-        self.bar = tqdm(total=sum(self.total.values()), unit="cell", disable=not sys.stderr.isatty(),
-                        bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed} {postfix}", dynamic_ncols=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.bar.close()
-
-    @staticmethod
-    def _code_cells(path: Path) -> int:
-        return sum(cell.cell_type == "code" for cell in notebooks.read(path).cells)
-
-    @property
-    def seconds(self) -> float:
-        return round(time.monotonic() - self._started, 1)
-
-    def start(self, job: Job) -> None:
-        self._started = time.monotonic()
-        position = list(self.total).index(job.name) + 1
-        self.bar.set_description(f"{job.name} ({position}/{len(self.total)})")
-        if self.bar.disable:
-            self._say(f"{job.name}: started ({position} of {len(self.total)}, {self.total[job.name]} cells)")
-
-    def cell(self, job: Job, cell: int, cells: int) -> None:
-        self.bar.n = self.done + min(cell - 1, self.total[job.name])  # papermill adds a cell with the parameters
-        self.bar.set_postfix_str(f"cell {cell} of {cells}")
-
-    def end(self, job: Job, entry: dict) -> None:
-        self.done += self.total[job.name]
-        self.bar.n = self.done
-        self.bar.refresh()
-        reason = f": {entry['reason']}" if entry.get("reason") else ""
-        self._say(f"{job.name}: {entry['status']} after {entry['seconds']:.0f} s{reason}")
-
-    def _say(self, line: str) -> None:
-        if self.bar.disable:
-            print(line, file=sys.stderr, flush=True)
-        else:
-            self.bar.write(line, file=sys.stderr)
