@@ -33,7 +33,8 @@ def normal(name):
 
 
 def test_every_requirement_is_pinned_exactly():
-    loose = [line for line in requirements("requirements.txt", *EXTRA) if not re.fullmatch(r"[\w.-]+==\d+(\.\d+)+(\.?\w+)?", line)]
+    loose = [line for line in requirements("requirements.txt", *EXTRA)
+             if not re.fullmatch(r"[\w.-]+==\d+(\.\d+)+(\.?\w+)?", line)]
     assert loose == []
 
 
@@ -106,7 +107,8 @@ def make(*arguments):
 
 
 @pytest.mark.parametrize("target, does", [
-    ("setup", ""), ("reproduce", "-m kernelbook reproduce"), ("test", "-m pytest"), ("lab", "-m jupyterlab --ip localhost"),
+    ("setup", ""), ("reproduce", "-m kernelbook reproduce"), ("test", "-m pytest"),
+    ("lab", "-m jupyterlab --ip localhost"),
     ("static", "-m kernelbook static"), ("clean", "rm -rf .venv")])
 def test_make_has_the_target(target, does):
     planned = make("-n", target)
