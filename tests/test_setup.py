@@ -108,7 +108,7 @@ def make(*arguments):
 
 @pytest.mark.parametrize("target, does", [
     ("setup", ""), ("reproduce", "-m kernelbook reproduce"), ("test", "-m pytest"),
-    ("lab", "-m jupyterlab --ip localhost"),
+    ("lab", "-m jupyterlab --ip localhost"), ("report", "-m kernelbook report"),
     ("static", "-m kernelbook static"), ("clean", "rm -rf .venv")])
 def test_make_has_the_target(target, does):
     planned = make("-n", target)
