@@ -13,7 +13,7 @@ import ipywidgets as widgets
 import numpy as np
 from matplotlib.ticker import FormatStrFormatter, NullFormatter
 
-from kernelbook import lane_plots, measure, records, toolchain
+from kernelbook import formats, lane_plots, measure, records, toolchain
 from kernelbook.backends import Backend, Source
 from kernelbook.buckets import Breakdown, amdahl, article
 from kernelbook.experiments import Lab, grouped_gemm, prefill_buckets
@@ -104,9 +104,10 @@ def lane_map() -> LaneMap:
 
 BLOCK_THREADS = op.THREADS_N * op.THREADS_M
 WEIGHTS = 1 << 30  # at most, a byte each: what two copies of leave room for on any GPU that the notebook runs on
+COPIES = 512  # of the weights, at most, that a cold measurement goes through
 H200 = {"name": "an H200", "arch": "90a", "multiprocessors": 132}
 _REGISTERS = 1 << 16  # of a multiprocessor
-_THREADS = {"75": 1024, "86": 1536, "89": 1536, "120": 1536}  # of a multiprocessor; 2048 on others
+_THREADS = {"75": 1024} | dict.fromkeys(("86", "87", "89", "120", "121"), 1536)  # of a multiprocessor, else 2048
 
 
 def resident_blocks(registers: int, arch: str = H200["arch"], threads: int = BLOCK_THREADS) -> int:
@@ -147,87 +148,83 @@ class SplitK(Explorer):
         if n * k > WEIGHTS:
             raise ValueError(f"N x K = {n * k:,} weights; expected at most {WEIGHTS:,}")
         name, multiprocessors, resident = self._device(group)
+        most = "up to " if self._lab.backend.name == "hip" else ""
         x, y = op.blocks_xy(m, n, remap=True)
-        groups, nsplit, rule = k // group, self.nsplit.value, op.choose_nsplit(m, n, k // group)
-        every = np.arange(1, self.nsplit.max + 1)
-        blocks = x * y * every
-        waves = blocks / (multiprocessors * resident)
-        longest = -(-groups // every)  # groups of the longest slice, one after another in each of its threads
-        times, wrong = self._times(every) if self._lab.timed else ({}, [])
+        groups = k // group
+        nsplit, rule = self.nsplit.value, op.choose_nsplit(m, n, groups)
+        every = range(1, self.nsplit.max + 1)
+        waves = {s: x * y * s / (multiprocessors * resident) for s in every}
+        longest = {s: -(-groups // s) for s in every}  # groups of the longest slice, in turn in each of its threads
+        in_turn = {s: math.ceil(waves[s]) * longest[s] for s in every}
+        times, clock = self._times(m, n, k, group, {nsplit, rule} | {2**i for i in range(12) if 2**i in every})
+        panels = {"waves of blocks": waves, "groups one after another": in_turn}
+        if times:
+            panels["us a call, cold"] = {s: t.median for s, t in times.items()}
 
         def draw(axes):
-            panels = [("waves of blocks", waves), ("groups one after another", np.ceil(waves) * longest)]
-            for ax, (label, values) in zip(axes, panels, strict=False):
-                ax.plot(every, values, "o-" if len(every) == 1 else "-")
-                ax.plot(nsplit, values[nsplit - 1], "o", ms=8, color=_COLOURS[1])
-                ax.plot(rule, values[rule - 1], "D", ms=9, mfc="none", color="#c03434")
-                ax.set(title=label)
-            axes[0].axhline(1, ls="--", lw=1, color="#7a7f87")
-            if times:
-                splits, timings = zip(*sorted(times.items()), strict=True)
-                median = np.array([t.median for t in timings])
-                axes[2].errorbar(splits, median, yerr=[median - [t.p10 for t in timings],
-                                                       [t.p90 for t in timings] - median], fmt="o-")
-                if nsplit in times:
-                    axes[2].plot(nsplit, times[nsplit].median, "o", ms=8, color=_COLOURS[1])
-                if rule in times:
-                    axes[2].plot(rule, times[rule].median, "D", ms=9, mfc="none", color="#c03434")
-                axes[2].set(title="us a call, cold")
-            for ax in axes:
-                ax.set(xscale="log", yscale="log", xlabel="nsplit")
+            for ax, (title, values) in zip(axes, panels.items(), strict=True):
+                ax.plot(list(values), list(values.values()), "o-" if len(values) < 20 else "-")
+                for marked, style in ((nsplit, {"marker": "o", "ms": 8, "color": _COLOURS[1]}),
+                                      (rule, {"marker": "D", "ms": 9, "mfc": "none", "color": "#c03434"})):
+                    if marked in values:
+                        ax.plot(marked, values[marked], **style)
+                ax.set(title=title, xscale="log", yscale="log", xlabel="nsplit")
                 for axis in (ax.xaxis, ax.yaxis):
                     axis.set_major_formatter(FormatStrFormatter("%g"))
                     axis.set_minor_formatter(NullFormatter())
+            axes[0].axhline(1, ls="--", lw=1, color="#7a7f87")
+            if times:
+                axes[2].fill_between(list(times), [t.p10 for t in times.values()], [t.p90 for t in times.values()],
+                                     alpha=0.3, lw=0)
 
-        at = nsplit - 1
         told = f" (the split rule has {rule})" if nsplit != rule else ", as the split rule has it"
-        clock = ("; simulated, not timed" if not self._lab.timed else
-                 "; " + ", ".join(f"{times[s]} at nsplit {s}" for s in sorted({1, rule, nsplit} & times.keys())) +
-                 "".join(f", wrong result at nsplit {s}" for s in wrong))
+        rounds = math.ceil(waves[nsplit])
         return [_figure(draw, (
             f"M = {m}, N = {n}, K = {k}, groups of {group}, nsplit {nsplit}{told}: {x} x {y} x {nsplit} = "
-            f"{blocks[at]:,} blocks, {waves[at]:.2f} waves on {name}, whose {multiprocessors} multiprocessors hold "
-            f"{resident} blocks each; the longest slice has {longest[at]} of {groups} groups, which with "
-            f"{math.ceil(waves[at])} wave{'s'[:math.ceil(waves[at]) > 1]} makes "
-            f"{math.ceil(waves[at]) * longest[at]} one after another{clock}. Dot: this nsplit. Diamond: the rule's. "
-            "Dashed: one full wave."), columns=3 if times else 2, height=2.8)]
+            f"{x * y * nsplit:,} blocks, {waves[nsplit]:.2f} waves on {name}, whose {multiprocessors} multiprocessors "
+            f"hold {most}{resident} blocks each; the longest slice has {longest[nsplit]} of {groups} groups, which "
+            f"with {rounds} wave{'s'[:rounds > 1]} makes {in_turn[nsplit]} one after another; {clock}. Dot: this "
+            "nsplit. Diamond: the rule's. Dashed: one full wave."), columns=len(panels), height=2.8)]
 
     def _device(self, group: int) -> tuple[str, int, int]:
         """Whose waves are counted: its name, its multiprocessors, and the blocks that each of them holds."""
         backend: Backend = self._lab.backend
-        if backend.name == "hip":  # a compute unit holds 2048 lanes, and the kernel leaves registers over
+        if backend.name == "hip":  # a compute unit holds 2048 lanes; registers may leave room for fewer
             return backend.device, backend.multiprocessors, 2048 // BLOCK_THREADS
         name, arch, multiprocessors = ((backend.device, backend.arch, backend.multiprocessors) if self._lab.timed else
                                        H200.values())
         log = toolchain.nvrtc_compile(Source(*op.source("float", group)), arch)[1]
         return name, multiprocessors, resident_blocks(toolchain.resources(log)["grouped_gemm_float"]["registers"], arch)
 
-    def _times(self, every: np.ndarray) -> tuple[dict[int, measure.Timing], list[int]]:
-        """Times by nsplit, cold, of those whose result is right, and the others."""
-        m, n, k, group = self.m.value, self.n.value, self.k.value, self.group.value
+    def _times(self, m: int, n: int, k: int, group: int,
+               nsplits: set[int]) -> tuple[dict[int, measure.Timing], str]:
+        """Cold times by nsplit, of those whose result is right, and what is to be said of them."""
+        if not self._lab.timed:
+            return {}, "simulated, not timed"
+        backend = self._lab.backend
+        if measure.rotation(formats.padded(n) * k, backend.l2_bytes) > COPIES:
+            return {}, "not timed, since so few weights would be read from the L2"
         # What is tried out is of the moment and not of the run: it goes into a record that nobody saves.
-        record = self._lab.record
-        lab = Lab(self._lab.backend, records.Record(record.notebook, {}, record.environment), self._lab.seed)
-        if self._weights is None or self._weights[0] != (n, k, group):
+        record = records.Record(self._lab.record.notebook, {}, self._lab.record.environment)
+        lab = Lab(backend, record, self._lab.seed)
+        kept = self._weights and self._weights.strips
+        if kept is None or (kept.n, kept.k, kept.group) != (n, k, group):
             self._weights = None  # the last ones go before the next ones come
-            self._weights = (n, k, group), grouped_gemm._Weights(lab, Projection("", n, k, 1, ""), "int8", group)
-        weights = self._weights[1]
-        weights.lab = lab
-        bench = grouped_gemm._Bench(weights, m)
-        tried = {s for s in (2**i for i in range(12)) if s <= every[-1]}
-        tried |= {self.nsplit.value, op.choose_nsplit(m, n, k // group)}
-        right = [s for s in sorted(tried) if bench.check(nsplit=s)]
+            self._weights = grouped_gemm._Weights(lab, Projection("", n, k, 1, ""), "int8", group)
+        self._weights.lab = lab
+        bench = grouped_gemm._Bench(self._weights, m)
+        right = [s for s in sorted(nsplits) if bench.check(nsplit=s)]
         times = measure.device_times({s: bench.calls(nsplit=s) for s in right}, rounds=10, budget_s=0.5)
-        return times, sorted(tried - set(right))
+        told = [f"{times[s]} at nsplit {s}" if s in times else f"wrong result at nsplit {s}" for s in sorted(nsplits)]
+        return times, ", ".join(told)
 
 
 def split_k(lab: Lab, first: Projection) -> SplitK:
     """An explorer of how M, N, K, the group and nsplit make the grid of a product on float activations.
 
-    first: the shape that it opens on, with one row.
-
+    first: the shape that it opens on, with one row (M = 1).
     Beside each other against nsplit: the waves in which a device takes the blocks, the groups that are then multiplied
-    one after another, and on a GPU the time, cold, of every nsplit whose result is right. Without a GPU the waves are
+    one after another, and on a GPU the time, cold, of those nsplits whose result is right. Without a GPU the waves are
     those of an H200, simulated and not timed. A shape that the kernels do not take shows why in place of the picture.
     """
     return SplitK(lab, first)
