@@ -7,7 +7,7 @@ import torch
 from kernelbook import claims, experiments, measure, records
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.experiments import int8_pv_speed as study
-from kernelbook.measure import Ceiling, Timing
+from kernelbook.measure import Ceiling
 from kernelbook.ops import int8_pv as op
 from kernelbook.peers import attention as attention_peers
 
@@ -17,11 +17,6 @@ CEILINGS = {name: Ceiling(name, value, unit, value - 1, value + 1, 9, "how")
 SETTING = (1, 2, 1, 64)
 SMALL = {"settings": [SETTING], "histories": [300], "accuracy": (*SETTING, 600)}
 ARTICLE = [1024, 2048, 4096]  # instead of 4K, 8K, 16K, to be quick
-
-
-@pytest.fixture(scope="module")
-def environment(simulator):
-    return records.environment(simulator)
 
 
 @pytest.fixture
@@ -37,24 +32,7 @@ class Timed(CpuBackend):
 
 
 @pytest.fixture
-def pace():
-    """Microseconds of contenders by (name, "cold" or "warm") or name, 10 for others; a list gives one after the other.
-    """
-    return {}
-
-
-@pytest.fixture
-def timed(environment, monkeypatch, pace):
-    def times(contenders, **_):
-        found = {}
-        for name, calls in contenders.items():
-            for call in calls:
-                call()
-            median = pace.get(name, pace.get(name[0], 10))
-            median = float(median.pop(0) if isinstance(median, list) else median)
-            found[name] = Timing(median, median * 0.99, median * 1.01, 9)
-        return found
-    monkeypatch.setattr(measure, "device_times", times)
+def timed(environment, made_up_times):
     record = records.Record("3_int8_pv", {}, {**environment, "simulated": False})
     return experiments.Lab(Timed(), record, ceilings=dict(CEILINGS))
 

@@ -23,11 +23,6 @@ MS = 1_000_000
 NAMES = {"GEMM": "q4_explicit_fma", "GDN": "sequential", "attention": "rotary_heads", "norm/act": "add_norm"}
 
 
-@pytest.fixture(scope="module")
-def environment(simulator):
-    return records.environment(simulator)
-
-
 @pytest.fixture
 def lab(simulator, environment):
     return experiments.Lab(simulator, records.Record("2_prefill_breakdown", {}, environment))

@@ -10,7 +10,7 @@ import torch
 from kernelbook import experiments, measure, records, shapes
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.experiments import prefill_candidates as study
-from kernelbook.measure import Ceiling, Timing
+from kernelbook.measure import Ceiling
 from kernelbook.ops import gated_delta_net as gdn
 from kernelbook.ops import prefill_gemm as op
 from kernelbook.peers import delta_net as delta_net_peers
@@ -21,11 +21,6 @@ HERE = ("tiled_fp32", "int8_dot", "int8_matrix", "tensor_cores")
 MODEL = replace(shapes.QWEN3_5_27B, projections=(
     shapes.Projection("q", 64, 64, 3, "norm"), shapes.Projection("k", 16, 96, 2, "norm"),
     shapes.Projection("o", 64, 64, 4, "attention")))
-
-
-@pytest.fixture(scope="module")
-def environment(simulator):
-    return records.environment(simulator)
 
 
 @pytest.fixture
@@ -41,23 +36,7 @@ class Timed(CpuBackend):
 
 
 @pytest.fixture
-def pace():
-    """Microseconds of contenders by name, 10 for others; a list gives one after the other."""
-    return {}
-
-
-@pytest.fixture
-def timed(environment, monkeypatch, pace):
-    def times(contenders, **_):
-        found = {}
-        for name, calls in contenders.items():
-            for call in calls:
-                call()
-            median = pace.get(name, 10)
-            median = float(median.pop(0) if isinstance(median, list) else median)
-            found[name] = Timing(median, median * 0.99, median * 1.01, 9)
-        return found
-    monkeypatch.setattr(measure, "device_times", times)
+def timed(environment, made_up_times):
     record = records.Record("2_prefill_breakdown", {}, {**environment, "simulated": False})
     return experiments.Lab(Timed(), record,
                            ceilings={"bf16_matmul": Ceiling("bf16_matmul", 100.0, "TFLOP/s", 99, 101, 9, "how")})

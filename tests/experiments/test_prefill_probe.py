@@ -7,17 +7,12 @@ from kernelbook import backends, claims, counters, experiments, formats, measure
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.buckets import article
 from kernelbook.experiments import prefill_probe as study
-from kernelbook.measure import Ceiling, Timing
+from kernelbook.measure import Ceiling
 from kernelbook.ops import q4_probe as op
 
 KINDS = {claim.id: claim.kind for claim in claims.load("prefill_breakdown")}
 WARM, COLD = "warm", "cold"
 TWO = ("gate_up", "o")
-
-
-@pytest.fixture(scope="module")
-def environment(simulator):
-    return records.environment(simulator)
 
 
 @pytest.fixture
@@ -33,23 +28,7 @@ class Timed(CpuBackend):
 
 
 @pytest.fixture
-def pace():
-    """Microseconds of contenders by (variant, R, cache) or variant, 10 for others; a list gives one after the other."""
-    return {}
-
-
-@pytest.fixture
-def timed(environment, monkeypatch, pace):
-    def times(contenders, **_):
-        found = {}
-        for name, calls in contenders.items():
-            for call in calls:
-                call()
-            median = pace.get(name, pace.get(name[0], 10))
-            median = float(median.pop(0) if isinstance(median, list) else median)
-            found[name] = Timing(median, median * 0.99, median * 1.01, 9)
-        return found
-    monkeypatch.setattr(measure, "device_times", times)
+def timed(environment, monkeypatch, made_up_times):
     monkeypatch.setattr(study, "SHAPES", dict.fromkeys(study.SHAPES, (64, 64)))
     clocks = {"before": {"sm_max_mhz": 1000.0}, "after": None}
     record = records.Record("2_prefill_breakdown", {}, {**environment, "simulated": False, "clocks": clocks})
