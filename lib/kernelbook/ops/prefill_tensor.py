@@ -1,7 +1,7 @@
 """The designs of `prefill_gemm` on tensor cores: which tile of the product they take, and how many blocks.
 
 A block takes as many steps along K as every other one, through parts of tiles and whole ones, so that no shape leaves
-multiprocessors without work (kernels/prefill_gemm/schedule.h). The compiled tiles are chosen from by what they cost:
+multiprocessors without work (kernels/portable/schedule.h). The compiled tiles are chosen from by what they cost:
 tokens that do not exist, weights that become bf16 anew for each tile of tokens, sums of tiles that were cut.
 
 Source: prefill_breakdown article, section 4 (candidate C).
