@@ -18,8 +18,10 @@ import nbformat
 import psutil
 import pytest
 from jupyter_client import KernelManager
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 
-from kernelbook import ROOT, notebooks
+from kernelbook import ROOT, notebooks, runner
 
 FAULTS = Path(__file__).parent / "data" / "simulator" / "faults.cu"
 CELL_S = 120
@@ -280,36 +282,38 @@ def page():
     assert [url for url in asked if not re.match(r"(http|ws)://127\.0\.0\.1[:/]|data:|blob:", url)] == []
 
 
-def excerpt(folder):
-    """notebooks/1_grouped_gemm.ipynb up to where it measures, its explorer, and a kernel with a planted error."""
-    node = nbformat.read(next(path for path in notebooks.find() if path.stem == "1_grouped_gemm"), 4)
-    code = [cell for cell in node.cells if cell.cell_type == "code"]
-    explorer, = (cell for cell in code if cell.source.startswith("explore."))
+def smoke(folder):
+    """1_grouped_gemm.ipynb with the smoke profile's parameters and, below all, a kernel with a planted error."""
+    job, = runner.plan("smoke", ["1_grouped_gemm"])
+    node = parameterize_notebook(load_notebook_node(str(job.notebook)), job.parameters)
     broken = Path(__file__).parent / "data" / "simulator" / "broken.cu"
-    planted = nbformat.v4.new_code_cell(f'backends.get("cpu").compile({str(broken)!r})', id="planted")
-    node.cells = [*code[:2], explorer, planted]
+    node.cells.append(nbformat.v4.new_code_cell(f'backends.get("cpu").compile({str(broken)!r})', id="planted"))
     nbformat.write(node, folder / "1_grouped_gemm.ipynb")
 
 
-def test_in_a_browser_cells_run_a_widget_moves_its_plot_and_a_compile_error_shows_its_line(page, tmp_path):
+def test_in_a_browser_a_notebook_runs_a_widget_moves_its_plot_and_a_compile_error_shows_its_line(page, tmp_path):
     copy = tmp_path / "copy"
     (copy / "notebooks").mkdir(parents=True)
-    excerpt(copy / "notebooks")
+    smoke(copy / "notebooks")
     with jupyterlab(tmp_path, f"--ServerApp.root_dir={copy}") as lab:
         page.goto(f"{lab.address}/lab/tree/notebooks/1_grouped_gemm.ipynb?token={lab.token}")
         page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        figure = page.locator(".jp-OutputArea-output figure [role=img]")
-        figure.wait_for()
-        assert "M = 1, N = 2048, K = 2048" in figure.get_attribute("aria-label")
-        before = figure.inner_html()
-        number = page.locator(".widget-text:has(label:text-is('N')) input")
+        error = page.locator(".jp-OutputArea-output", has_text="CompileError")
+        error.wait_for(timeout=1000 * CELL_S)
+        words = error.inner_text()  # while it is in sight
+        failed = page.locator(".jp-OutputArea-output[data-mime-type*=stderr], .jp-RenderedText[data-mime-type*=error]")
+        assert failed.count() == 1, failed.all_inner_texts()
+        figure = page.locator("figure [role=img]")
+        before = figure.and_(page.locator("[aria-label*='M = 1, N = 2048, K = 2048']"))
+        before.wait_for()
+        number = page.locator(".widget-text:has(label:text-is('N')) input").first
         number.fill("5000")
         number.press("Enter")
-        page.locator("figure [role=img][aria-label*='M = 1, N = 5000, K = 2048']").wait_for()
-        assert "5 x 1 x 64 = 320 blocks" in figure.get_attribute("aria-label") and figure.inner_html() != before
-        page.locator(".widget-slider:has(label:text-is('M')) .noUi-handle").press("ArrowRight")
-        page.locator("figure [role=img][aria-label*='M = 2, N = 5000, K = 2048']").wait_for()
-        error = page.locator(".jp-OutputArea-output", has_text="CompileError").inner_text()
-        assert "broken.cu:3" in error and "line 3: out[threadIdx.x] = undeclared;" in error
+        after = figure.and_(page.locator("[aria-label*='M = 1, N = 5000, K = 2048']"))
+        after.wait_for()
+        assert "5 x 1 x 64 = 320 blocks" in after.get_attribute("aria-label") and before.count() == 0
+        page.locator(".widget-slider:has(label:text-is('M')) .noUi-handle").first.press("ArrowRight")
+        figure.and_(page.locator("[aria-label*='M = 2, N = 5000, K = 2048']")).wait_for()
+        assert "broken.cu:3" in words and "line 3: out[threadIdx.x] = undeclared;" in words
