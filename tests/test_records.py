@@ -172,6 +172,22 @@ def test_a_record_overwrites_only_itself(record, environments, tmp_path):
     assert other.save("") is None
 
 
+def test_a_file_leaves_out_what_is_not_said_and_loading_gives_it_back(record, tmp_path):
+    record.measure(**CASE, metric="max_abs", value=1.23456789e-7)
+    record.measure(**CASE, metric="checksum", value=281474976710655)
+    record.measure(**CASE, metric="rms", value=None, status="wrong_result", reason="nan")
+    record.measure(**CASE, metric="cosine", value=0.99999949, p10=0.9999992, p90=0.99999951, n=9, cache="warm", host=True)
+    path = finish(record).save(tmp_path / "r.json")
+    written = json.loads(path.read_text())["measurements"]
+    assert [set(entry) - {*CASE, "metric", "value"} for entry in written] == [
+        set(), set(), {"status", "reason"}, {"p10", "p90", "n", "cache", "host"}]
+    assert [entry["value"] for entry in written] == [1.23457e-7, 281474976710655, None, 0.999999]
+    back = records.load(path)["measurements"]
+    assert [set(entry) for entry in back] == [set(record.measurements[0])] * 4
+    assert back[2] == record.measurements[2]
+    assert back[3]["p10"] <= back[3]["value"] <= back[3]["p90"] and (back[3]["n"], back[3]["host"]) == (9, True)
+
+
 def test_loading_names_file_entry_and_fault(record, tmp_path):
     record.measure(**CASE, metric="max_abs", value=1.0)
     path = finish(record).save(tmp_path / "r.json")
@@ -204,3 +220,31 @@ def test_a_verdict_shows_as_an_escaped_box_with_an_anchor(record):
     assert 'id="A01"' in html and "x &lt; y &amp; z" in html and "2 &lt; 3" in html
     assert "<script>" not in html
     assert repr(box) == "A01 contradicted: <script>alert(1)</script>"
+
+
+def test_until_it_is_saved_every_figure_is_a_line_of_a_file(environments, tmp_path):
+    path = tmp_path / "not there yet" / "r.json"
+    record = records.Record("1_small", {"seed": 3}, environments[False], path)
+    record.measure(**CASE, metric="max_abs", value=1.5)
+    finish(record)
+    lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    assert lines[0]["notebook"] == "1_small" and lines[0]["parameters"] == {"seed": 3}
+    assert lines[1] == {"measurement": CASE | {"metric": "max_abs", "value": 1.5}}
+    assert [line["verdict"]["claim"] for line in lines[2:]] == [v["claim"] for v in record.verdicts]
+    record.save(path)
+    assert [file.name for file in path.parent.iterdir()] == ["r.json"]
+
+
+def test_what_another_run_has_left_stays(environments, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text("left\n")
+    finish(records.Record("1_small", {}, environments[False], tmp_path / "r.json")).save(tmp_path / "r.json")
+    assert path.read_text().startswith("left\n{")
+
+
+def test_figures_stay_in_memory_where_the_file_cannot_be_written(environments, tmp_path):
+    (tmp_path / "r.jsonl").mkdir()
+    with pytest.warns(UserWarning, match="r.jsonl cannot be written"):
+        record = records.Record("1_small", {}, environments[False], tmp_path / "r.json")
+    record.measure(**CASE, metric="max_abs", value=1.5)
+    assert len(record.measurements) == 1

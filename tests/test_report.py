@@ -68,6 +68,7 @@ def run(environment, tmp_path_factory):
     grouped_gemm(folder, environment)
     executed(folder, "3_int8_pv")
     (folder / "3_int8_pv.log").write_text(f"started\n\x1b[31m{XSS}\x1b[0m\n")
+    (folder / "3_int8_pv.jsonl").write_text("{}\n")
     (folder / "run.json").write_text(json.dumps({"notebooks": {
         "1_grouped_gemm": {"status": "passed", "reason": None},
         "2_prefill_breakdown": {"status": "not run"},
@@ -155,6 +156,7 @@ def test_failures_and_what_did_not_run_are_called_out(run):
     failed = index.find("section", class_="failed")
     assert "3_int8_pv: failed" in failed.text and f"code cell 3: {XSS}" in failed.text
     assert failed.find("a", string="log")["href"] == "3_int8_pv.log"
+    assert failed.find("a", string="measured so far")["href"] == "3_int8_pv.jsonl"
     assert XSS in failed.find("pre").text and "\x1b" not in failed.text
     rows = claim_rows(index)
     assert "no verdict" in rows["P01"].text and rows["P01"].find("a", string="why")["href"] == "#failed-3_int8_pv"

@@ -40,7 +40,8 @@ def book(tmp_path_factory):
         patch.setattr(runner, "PROFILES", folder)
         make(folder, "0_fine", "print('draws', draws, scale)")
         make(folder, "1_raises", "print('before')\nraise ValueError('bad <b>')", "print('after')")
-        make(folder, "2_killed", "print('before')\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        make(folder, "2_killed", "print('before')\nopen(record + 'l', 'w').write('{}')\n"
+             "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
         make(folder, "3_exits", "import sys\nsys.exit(0)")
         make(folder, "4_endless",
              "import time\nprint('before', flush=True)\nopen('begun', 'w').close()\ntime.sleep(600)")
@@ -158,6 +159,7 @@ def test_a_failure_keeps_its_partial_output_and_log(batch):
     assert printed(batch, "1_raises") == "before\n"
     assert printed(batch, "4_endless") == "before\n"
     assert "ValueError" in (batch / "1_raises.log").read_text()
+    assert (batch / "2_killed.jsonl").read_text() == "{}", "what its record would have held"
 
 
 def test_a_flood_of_output_is_cut(book, tmp_path):

@@ -240,7 +240,7 @@ def _changed(job: Job) -> str | None:
 
 def _set_aside(job: Job, folder: Path) -> None:
     """Move what an earlier try has left out of the way."""
-    left = [path for path in (*(folder / f"{job.name}{suffix}" for suffix in (".ipynb", ".json", ".log")),
+    left = [path for path in (*(folder / f"{job.name}{suffix}" for suffix in (".ipynb", ".json", ".jsonl", ".log")),
                               folder / "work" / job.name) if path.exists()]
     if left:
         number = next(i for i in range(1, sys.maxsize) if not (folder / "earlier" / str(i)).exists())

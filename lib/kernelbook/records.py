@@ -1,6 +1,6 @@
 """What a notebook run leaves behind: one strict JSON document of environment, measurements and verdicts.
 
-    record = Record("1_grouped_gemm", parameters, environment(backend))
+    record = Record("1_grouped_gemm", parameters, environment(backend), path)
     record.measure(kernel="grouped_gemm", variant="2_float_activations", case={"M": 1, "N": 2048, "K": 2048},
                    metric="relative_frobenius", value=3.1e-7)
     record.verdict("G03", "reproduced", "partial sums equal for nsplit 1 .. 64", measured="0 of 12288 differ")
@@ -36,6 +36,11 @@ _PERFORMANCE = re.compile(r"(time|bandwidth|throughput|fraction_of|speedup|token
 _TEXT = {"type": "string", "minLength": 1}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _NUMBER_OR_NULL = {"type": ["number", "null"]}
+_DEFAULTS = {"unit": "", "p10": None, "p90": None, "n": 1, "cache": None, "host": False, "status": "passed",
+             "reason": None}
+"""What a measurement's field is that a file does not name: most figures of a record have most of these."""
+_DIGITS = 6
+"""Significant ones, of the numbers that a file holds: far more than a time or an error means."""
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",
@@ -108,10 +113,12 @@ class Record:
 
     notebook: its name without .ipynb; the claims it must judge follow from the name.
     parameters: name to value, of JSON's types. environment: from `environment(backend)`.
+    path: the file that it will be saved to. Until then every figure is a line of the file beside it that ends in .jsonl
+    instead, so that a run which is killed leaves what it has measured; empty keeps figures in memory alone.
     Raises ValueError for a value that JSON cannot hold (NaN, infinity), TypeError for a foreign type.
     """
 
-    def __init__(self, notebook: str, parameters: dict, environment: dict):
+    def __init__(self, notebook: str, parameters: dict, environment: dict, path: str | Path = ""):
         self.claims = {claim.id: claim for claim in claims.of_notebook(notebook)}
         self.started = datetime.now(UTC)
         self._clock = time.perf_counter()
@@ -120,7 +127,11 @@ class Record:
         self.environment = _plain(environment, "environment")
         self.measurements: list[dict] = []
         self.verdicts: list[dict] = []
+        self._places: dict[tuple, int] = {}  # of measurements and verdicts in their lists, by what names them
         self._written: bytes | None = None
+        self._journal = _Journal(Path(path).with_suffix(".jsonl")) if str(path) else None
+        self._note(notebook=notebook, parameters=self.parameters, environment=self.environment,
+                   started=self.started.isoformat(timespec="seconds"))
 
     def measure(self, *, kernel: str, variant: str, case: dict, metric: str, value: float | None,
                 unit: str = "", p10: float | None = None, p90: float | None = None, n: int = 1,
@@ -142,7 +153,8 @@ class Record:
         entry = _plain(entry, name)
         _validate(entry, SCHEMA["properties"]["measurements"]["items"], name)
         _check_measurement(entry, self.environment["simulated"])
-        _put(self.measurements, entry, ("kernel", "variant", "case", "metric", "cache"), name)
+        self._put(self.measurements, entry, ("kernel", "variant", "case", "metric", "cache"), name)
+        self._note(measurement=_short(entry))
 
     def verdict(self, claim: str, verdict: str, evidence: str, measured: str = "",
                 missing: str | None = None, host: bool = False) -> Verdict:
@@ -163,7 +175,8 @@ class Record:
                      host=host)
         _validate(entry, SCHEMA["properties"]["verdicts"]["items"], f"verdict on {claim}")
         _check_verdict(entry, self.claims[claim], self.environment["simulated"], self.measurements)
-        _put(self.verdicts, entry, ("claim",), f"verdict on {claim}")
+        self._put(self.verdicts, entry, ("claim",), f"verdict on {claim}")
+        self._note(verdict=entry)
         return Verdict(self.claims[claim], verdict, evidence, measured)
 
     def save(self, path: str | Path) -> Path | None:
@@ -195,11 +208,57 @@ class Record:
             raise FileExistsError(f"{path} holds another record; remove it or save under another name")
         write(path, content)
         self._written = content
+        if self._journal:
+            self._journal.end()
         return path
+
+    def _put(self, entries: list[dict], entry: dict, key: tuple[str, ...], name: str) -> None:
+        """Append, or replace the entry that has the same key."""
+        place = tuple(json.dumps(entry[part]) for part in key)
+        if place not in self._places:
+            self._places[place] = len(entries)
+            entries.append(entry)
+        elif entries[self._places[place]] != entry:
+            warnings.warn(f"{name}: replaces the one recorded before", stacklevel=3)
+            entries[self._places[place]] = entry
+
+    def _note(self, **what) -> None:
+        if self._journal:
+            self._journal.add(what)
+
+
+class _Journal:
+    """A file that gets a line of JSON for each thing as it happens. One that cannot be written is given up with a
+    warning: what has been measured is still in memory, and may be saved."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._own = not path.exists()  # else it holds what another run left
+        self._gone = False
+
+    def add(self, what: dict) -> None:
+        if self._gone:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(what, ensure_ascii=False, allow_nan=False) + "\n")
+        except OSError as error:
+            self._gone = True
+            warnings.warn(f"figures are kept in memory alone from here on: {self._path} cannot be written ({error})",
+                          stacklevel=4)
+
+    def end(self) -> None:
+        """All that it holds is safe elsewhere."""
+        self._gone = True
+        if self._own:
+            self._path.unlink(missing_ok=True)
 
 
 def _text(document: dict) -> str:
     """A record as JSON, with a line for each of its measurements and verdicts: short, and readable in a diff."""
+    document = document | {"measurements": [_short(entry) for entry in document["measurements"]]}
+
     def lines(value):
         if isinstance(value, list) and value:
             return "[\n" + ",\n".join("  " + line(entry) for entry in value) + "\n ]"
@@ -209,6 +268,13 @@ def _text(document: dict) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
     return "{\n" + ",\n".join(f" {line(name)}: {lines(value)}" for name, value in document.items()) + "\n}\n"
+
+
+def _short(entry: dict) -> dict:
+    """A measurement without the fields that have their default, and floats to _DIGITS digits, which keeps their order.
+    """
+    return {key: float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value for key, value in entry.items()
+            if key not in _DEFAULTS or value != _DEFAULTS[key]}
 
 
 def write(path: Path, content: bytes) -> None:
@@ -226,17 +292,26 @@ def write(path: Path, content: bytes) -> None:
 
 
 def load(path: str | Path) -> dict:
-    """A saved record as a dict of SCHEMA's form. Raises ValueError naming file, entry and fault."""
+    """A saved record as a dict of SCHEMA's form, every field of every measurement in it. Raises ValueError naming file,
+    entry and fault."""
 
     def refuse(literal):
         raise ValueError(f"{literal} is no JSON value")
 
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
+        _complete(document)
         check(document)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return document
+
+
+def _complete(document: Any) -> None:
+    """Give measurements the fields that a file leaves out, as far as it has measurements; the rest is for `check`."""
+    if isinstance(document, dict) and isinstance(document.get("measurements"), list):
+        document["measurements"] = [{**_DEFAULTS, **entry} if isinstance(entry, dict) else entry
+                                    for entry in document["measurements"]]
 
 
 def check(document: Any) -> None:
@@ -324,15 +399,3 @@ def _check_verdict(entry: dict, claim: claims.Claim, simulated: bool, measuremen
             raise ValueError(f"{claim.id}: {entry['verdict']!r} on a speed claim from a simulated backend; "
                              "only times of real CPU code, measured with host=True, allow that (and then "
                              "host=True here)")
-
-
-def _put(entries: list[dict], entry: dict, key: tuple[str, ...], name: str) -> None:
-    """Append, or replace the entry that has the same key."""
-    for index, old in enumerate(entries):
-        if old == entry:
-            return
-        if all(old[part] == entry[part] for part in key):
-            warnings.warn(f"{name}: replaces the one recorded before", stacklevel=3)
-            entries[index] = entry
-            return
-    entries.append(entry)

@@ -259,7 +259,8 @@ def _run_record(folder: Path, name: str) -> dict | None:
 def _publish(entry: Entry, out: Path) -> None:
     """Write an entry's page and put the files it links to beside it, but for the executed notebook: its page says
     the same, and it stays where it was run."""
-    for label, suffix in (("record", ".json"), ("log", ".log"), ("executed notebook", ".ipynb")):
+    for label, suffix in (("record", ".json"), ("measured so far", ".jsonl"), ("log", ".log"),
+                          ("executed notebook", ".ipynb")):
         source = entry.folder / f"{entry.name}{suffix}"
         target = out / f"{entry.prefix}{source.name}"
         if source.exists() and (suffix != ".ipynb" or target == source):
