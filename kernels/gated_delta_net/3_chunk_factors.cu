@@ -6,48 +6,55 @@
 // derived in kernelbook.ops.gated_delta_net. A block takes a chunk and a key head with its value heads, at most 4: k .
 // k and q . k are theirs together, one pass of matrix instructions. The inverse is solved in floats, a thread for each
 // of its columns, 16 rows at a time: what is known goes out of the rows behind it, by numbers of M that the whole wave
-// reads at once. It takes the place of the half of M that is 0. q, k and k transposed are written as terms too, as
-// 4_chunk_scan.cu multiplies them.
+// reads at once. It takes the place of the half of M that is 0. q, k and k transposed, by a product with the identity,
+// are written as terms too, all in the order in which lanes of 4_chunk_scan.cu read them.
 //
 // G is kept as two floats, for differences of large sums: a gate may all but empty the state in one token, and the next
 // ones keep it.
 //
-// Floor: q and k read, terms of q, k, k transposed (16 heads x 128) and T, P (48 heads x 64) written: 64 KiB a token of
-// Qwen3.5-27B with two terms, 8 us at 512 tokens and 32 us at 2048 at 4.2 TB/s; what L2 keeps for the scan costs less.
+// Floor: q and k read, terms of q, k, k transposed (16 heads x 128) and T, P (48 heads x 64) written: 40 KiB a token
+// of Qwen3.5-27B with one term, 65 KiB with two, 5 and 8 us at 512 tokens and 20 and 32 us at 2048 at 4.2 TB/s; what
+// L2 keeps for the scan costs less. In between, a block is a chain: loads, products, and 64 rows of the inverse, about
+// 5 us that only the second block of a multiprocessor hides. Predicted are 8 and 10 us at 512 tokens, where there are
+// 128 blocks, 25 and 36 us at 2048.
 #include "chunk.h"
 
 constexpr int kWaves = 8;
 constexpr int kThreads = kWaves * kLanes;
-constexpr int kRowWaves = kChunk / kRows;  // waves that share the rows of the products; the others take more columns
-constexpr int kColumnTiles = kChunk / (kWaves / kRowWaves) / kColumns;
-constexpr int kBlock = 16;  // rows of T that a thread works out before it stores them
+constexpr int kRowWaves = kChunk / kRows;  // waves that share the rows of k . k and q . k; each takes a part's columns
+constexpr int kBlock = 16;  // rows of the inverse that a thread works out before it stores them
 constexpr int kOwnTokens = kChunk / kLanes;
 constexpr float kLeastGate = -1000.f;  // exp(it) is 0, and sums of 64 are far from overflow
 constexpr int kMostHeads = 4;  // value heads of a key head
 static_assert(kMostHeads * kChunk <= kThreads && kMostHeads <= kWaves);
+static_assert(kWaves == kRowWaves * (kChunk / kPart) && kWaves == kHeadDim / kRows);
 
-using Products = Tiles<1, kColumnTiles>;
-
-struct Operands { Shared<kChunk, kHeadDim> q, k; };
+using Keys = Part<kChunk>[kHeadDim / kPart];
+struct Operands { Keys q, k; };
 struct System {  // of a value head, in the same place, once q and k have been multiplied
   // M transposed above the diagonal, its inverse on and below it. The padding spreads a wave's writes over the banks.
   float m[kChunk][kChunk + 4];
   float high[kChunk], low[kChunk], beta[kChunk];  // high + low = G
 };
 
-// The run of 8 numbers x(0), x(1), ... as terms.
-template <class F> __device__ __forceinline__ void split_run(uint32_t (&runs)[TERMS][kRun / 2], F x) {
-  unrolled<kRun / 2>([&](auto pair) {
-    uint32_t terms[TERMS];
-    split(x(2 * pair.value), x(2 * pair.value + 1), terms);
-    unrolled<TERMS>([&](auto term) { runs[term.value][pair.value] = terms[term.value]; });
-  });
-}
-__device__ __forceinline__ void load_run(float (&x)[kRun], const float *from) {  // null: zeros
+__device__ __forceinline__ void load_run(float (&x)[kRun], const float *from) {
   unrolled<kRun / 4>([&](auto i) {
-    const float4 y = from ? reinterpret_cast<const float4 *>(from)[i.value] : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 y = reinterpret_cast<const float4 *>(from)[i.value];
     x[4 * i.value] = y.x, x[4 * i.value + 1] = y.y, x[4 * i.value + 2] = y.z, x[4 * i.value + 3] = y.w;
   });
+}
+
+// Tile `tile` of the identity, as far as it is not 0: the part of its depth that its rows lie in.
+__device__ __forceinline__ Left identity(int tile, int lane) {
+  Left left = {};
+  unrolled<kVectors>([&](auto v) {
+    const int one = dealt((tile * kVectors + v.value) * kColumns + own_row(lane)) % kPart - own_run(lane);
+    unrolled<kRun / 2>([&](auto pair) {
+      const int place = one - 2 * pair.value;
+      left.at[0][v.value][pair.value] = place == 0 ? 0x3f80u : place == 1 ? 0x3f800000u : 0u;
+    });
+  });
+  return left;
 }
 
 // A known number goes out of the rows behind it: x[i] -= m[i] known, from row `first` on.
@@ -70,20 +77,20 @@ __device__ __forceinline__ float decay(const System &system, int i, int j) {
   return fast_exp2((high + low) * 1.44269504f);
 }
 
-// q, k [tokens][key_heads][128]; g, beta [tokens][value_heads]. The rest: [chunks][heads] of what they hold.
+// q, k [tokens][key_heads][128]; g, beta [tokens][value_heads]; of_keys, of_values [chunks][heads].
 // Grid: chunks x key_heads; block: lanes x 8. Dynamic shared memory: Operands, or a System for each value head of a key
 // head where that is more.
 extern "C" __global__ void __launch_bounds__(kThreads)
 chunk_factors(const float *__restrict__ q, const float *__restrict__ k, const float *__restrict__ g,
-              const float *__restrict__ beta, Keys *__restrict__ q_terms, Keys *__restrict__ k_terms,
-              KeysAcross *__restrict__ k_across, Factor *__restrict__ t_terms, Factor *__restrict__ p_terms,
-              Decays *__restrict__ decays, int tokens, int key_heads, int value_heads) {
+              const float *__restrict__ beta, OfKeys *__restrict__ of_keys, OfValues *__restrict__ of_values,
+              int tokens, int key_heads, int value_heads) {
   GPU_DYNAMIC_SHARED(char, shared);
   Operands &operands = *reinterpret_cast<Operands *>(shared);
   System *systems = reinterpret_cast<System *>(shared);
   const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * kLanes + lane;
   const int chunk = blockIdx.x, key_head = blockIdx.y, first = chunk * kChunk, group = value_heads / key_heads;
-  const size_t keys = (size_t)chunk * key_heads + key_head, values = (size_t)chunk * value_heads + key_head * group;
+  OfKeys &keys = of_keys[(size_t)chunk * key_heads + key_head];
+  OfValues *values = of_values + (size_t)chunk * value_heads + key_head * group;
 
   // Gates are on their way while q and k are worked on: a wave has those of a value head.
   float own_g[kOwnTokens], own_beta[kOwnTokens];
@@ -96,39 +103,35 @@ chunk_factors(const float *__restrict__ q, const float *__restrict__ k, const fl
 
   // ---- q and k as terms, here and for the scan ----
 
-  for (int i = thread; i < kChunk * kHeadDim / kRun; i += kThreads) {
-    const int t = i / (kHeadDim / kRun), d = i % (kHeadDim / kRun) * kRun;
-    const size_t place = ((size_t)(first + t) * key_heads + key_head) * kHeadDim + d;
-    const bool is_there = first + t < tokens;
-    float of_q[kRun], of_k[kRun];
-    load_run(of_q, is_there ? q + place : nullptr), load_run(of_k, is_there ? k + place : nullptr);
-    uint32_t runs[TERMS][kRun / 2];
-    split_run(runs, [&](int j) { return of_q[j]; });
-    operands.q.write_run(t, d, runs), q_terms[keys].write_run(t, d, runs);
-    split_run(runs, [&](int j) { return of_k[j]; });
-    operands.k.write_run(t, d, runs), k_terms[keys].write_run(t, d, runs);
-  }
+  constexpr int kTiles = kChunk / kColumns;
+  unrolled<kHeadDim / kPart * kTiles / kWaves>([&](auto i) {
+    const int part = (i.value * kWaves + wave) / kTiles, tile = (i.value * kWaves + wave) % kTiles;
+    const int token = first + dealt(tile * kColumns + own_row(lane));
+    const size_t place = ((size_t)token * key_heads + key_head) * kHeadDim + part * kPart + own_run(lane);
+    float of_q[kRun] = {}, of_k[kRun] = {};
+    if (token < tokens) load_run(of_q, q + place), load_run(of_k, k + place);
+    Run run;
+    split_run(run, [&](auto j) { return of_q[j.value]; });
+    store_run(operands.q[part], tile, lane, run), store_run(keys.recall[part].recall.q, tile, lane, run);
+    split_run(run, [&](auto j) { return of_k[j.value]; });
+    store_run(operands.k[part], tile, lane, run), store_run(keys.recall[part].recall.k, tile, lane, run);
+  });
   __syncthreads();
-  for (int i = thread; i < kChunk / kRun * kHeadDim; i += kThreads) {
-    const int d = i % kHeadDim, t = i / kHeadDim * kRun;
-    uint32_t runs[TERMS][kRun / 2];
-    unrolled<TERMS>([&](auto term) {
-      unrolled<kRun / 2>([&](auto pair) {
-        const auto bits = [&](int t) { return (uint32_t)operands.k.at[term.value][t][operands.k.place(t, d)]; };
-        runs[term.value][pair.value] = bits(t + 2 * pair.value) | bits(t + 2 * pair.value + 1) << 16;
-      });
-    });
-    k_across[keys].write_run(d, t, runs);
+
+  // ---- k . k and q . k, 16 rows of 32 numbers for a wave, and k transposed, 16 rows for a wave ----
+
+  const int row_tile = wave % kRowWaves, part = wave / kRowWaves;
+  Sums<kPart> kk = {}, qk = {};
+#pragma unroll 1
+  for (int depth = 0; depth < kHeadDim / kPart; ++depth) {
+    const Part<kChunk> &of_k = operands.k[depth];
+    multiply(kk, load_left(of_k, row_tile, lane), of_k, part * kPartTiles, lane);
+    multiply(qk, load_left(operands.q[depth], row_tile, lane), of_k, part * kPartTiles, lane);
   }
-
-  // ---- k . k and q . k ----
-
-  const int first_row = wave % kRowWaves * kRows, first_column = wave / kRowWaves * kColumnTiles * kColumns;
-  Products kk = {}, qk = {};
-  Runs<kColumnTiles> of_k;
-  read(of_k, operands.k, first_column, 0, lane);
-  multiply(kk, operands.k, first_row, operands.k, first_column, of_k, lane);
-  multiply(qk, operands.q, first_row, operands.k, first_column, of_k, lane);
+  Sums<kChunk> across = {};
+  multiply(across, identity(wave, lane), operands.k[wave * kRows / kPart], 0, lane);
+  store_left(keys.across[0].across, wave, lane, as_left<0>(across));
+  store_left(keys.across[1].across, wave, lane, as_left<1>(across));
   __syncthreads();
 
   // ---- gates ----
@@ -152,27 +155,33 @@ chunk_factors(const float *__restrict__ q, const float *__restrict__ k, const fl
       const double total = before + sum[i.value];
       const float high = total;
       systems[wave].high[t] = high, systems[wave].low[t] = total - high, systems[wave].beta[t] = own_beta[i.value];
-      decays[values + wave].since_start[t] = expf(high), decays[values + wave].to_end[t] = expf(last - total);
+      values[wave].since_start[t] = expf(high), values[wave].to_end[t] = expf(last - total);
     });
   }
   __syncthreads();
 
-  // ---- M, and P, which is done ----
+  // ---- M, and P, which is done. k . k is its own transpose: what a lane has are neighbours of a row of that of M ----
 
+  const auto row = [&](int v) { return dealt((row_tile * kVectors + v) * kColumns + own_row(lane)); };
+  const int first_column = part * kPart + own_run(lane);
   for (int head = 0; head < group; ++head) {
     System &system = systems[head];
-    Products p;
-    unrolled<kColumnTiles>([&](auto n) {
-      unrolled<4>([&](auto i) { p[0][n.value][i.value] = qk[0][n.value][i.value]; });
+    Sums<kPart> p;
+    each(p, [&](float &number, int v, int r, int j) {
+      number = first_column + j <= row(v) ? at(qk, v, r, j) * decay(system, row(v), first_column + j) : 0.f;
     });
-    each(p, lane, [&](float &value, int row, int column) {
-      const int i = first_row + row, j = first_column + column;
-      value = j <= i ? value * decay(system, i, j) : 0.f;
+    store_left(values[head].p.factor[part], row_tile, lane, as_left<0>(p));
+    Sums<kPart> m;
+    each(m, [&](float &number, int v, int r, int j) {
+      const int changed = first_column + j, by = row(v);
+      number = changed > by ? at(kk, v, r, j) * decay(system, changed, by) * system.beta[changed] : 0.f;
     });
-    write(p_terms[values + head], first_row, first_column, p, lane);
-    each(kk, lane, [&](float value, int row, int column) {
-      const int i = first_row + row, j = first_column + column;
-      if (j < i) system.m[j][i] = value * decay(system, i, j) * system.beta[i];
+    unrolled<kVectors>([&](auto v) {
+      unrolled<kRun / 4>([&](auto four) {
+        const auto m_at = [&](int j) { return at(m, v.value, 0, 4 * four.value + j); };
+        *reinterpret_cast<float4 *>(&system.m[row(v.value)][first_column + 4 * four.value]) =
+            make_float4(m_at(0), m_at(1), m_at(2), m_at(3));
+      });
     });
   }
   __syncthreads();
@@ -201,14 +210,16 @@ chunk_factors(const float *__restrict__ q, const float *__restrict__ k, const fl
 
   // ---- T ----
 
-  for (int i = thread; i < group * kChunk * kChunk / kRun; i += kThreads) {
-    const int row = i / (kChunk / kRun) % kChunk, first = i % (kChunk / kRun) * kRun;
-    const int head = i / (kChunk / kRun) / kChunk;
-    uint32_t runs[TERMS][kRun / 2];
-    split_run(runs, [&](int j) {
-      return first + j <= row ? systems[head].m[row][first + j] * systems[head].beta[first + j] : 0.f;
+  constexpr int kRuns = kChunk / kPart * kTiles;  // of a head, for a wave
+  for (int i = wave; i < group * kRuns; i += kWaves) {
+    const int head = i / kRuns, part = i % kRuns / kTiles, tile = i % kTiles;
+    const int row = dealt(tile * kColumns + own_row(lane)), column = part * kPart + own_run(lane);
+    Run run;
+    split_run(run, [&](auto j) {
+      const int at = column + j.value;
+      return at <= row ? systems[head].m[row][at] * systems[head].beta[at] : 0.f;
     });
-    t_terms[values + head].write_run(row, first, runs);
+    store_run(values[head].t.factor[part], tile, lane, run);
   }
 }
 GPU_KERNEL(chunk_factors)

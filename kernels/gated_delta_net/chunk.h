@@ -1,11 +1,15 @@
-// What the kernels of the chunked recurrence share: operands of products as bf16 terms, and the product of two of them.
+// What the kernels of the chunked recurrence share: numbers as bf16 terms, how lanes hold matrices, and their products.
 //
-// An operand is kept as TERMS bf16 numbers for each float, the second being what the first leaves: hi + lo is the float
-// to 2^-17. A product takes hi hi + hi lo + lo hi, summed in float. One term alone has errors of 3e-3 to 8e-3 in the
-// output, the larger where keys are alike, since the recurrence subtracts what it recalls from what it is told.
+// A number is kept as TERMS bf16 numbers, the second being what the first leaves: hi + lo is the float to 2^-17. A
+// product takes hi lo + lo hi + hi hi, summed in float. One term alone has errors of 3e-3 to 8e-3 in the output, the
+// larger where keys are alike, since the recurrence subtracts what it recalls from what it is told.
 //
-// All products are D = A B^T with both operands along k in memory: the rows of A go to the rows of an instruction's
-// product or, transposed, to its columns, whichever leaves a lane with neighbours of a row of D.
+// All products are D = A B^T, of a tile of 16 rows by tiles of 8 or 16 rows, 32 numbers of their depth at a time. Every
+// matrix is held the same way, be it operand or result: a lane has, of one row of a tile, the run of 8 neighbours whose
+// number among the 4 of a part's 32 is the lane's. For a result to come out like that, the rows of B are dealt to the
+// places of its tiles so that what a lane gets from them are neighbours. Then a result is the next product's operand
+// where it is, in registers, and one in memory is laid out as [part][term][tile][lane] of 16 bytes, read and copied in
+// whole lines.
 //
 //   TERMS    1 or 2
 //   MATRIX   mma, mfma or mmac; where it is left out, the target's own
@@ -18,12 +22,40 @@ constexpr int kLanes = MATRIX::Bf16::map().lanes;
 
 constexpr bool kSwapped = MATRIX::Bf16::map().D.row[0] == 8;  // a lane's neighbours in D are rows of one column
 using AxB = Product<MATRIX::Bf16, kSwapped>;
-constexpr int kRows = AxB::Rows::count;        // of A, in one product
-constexpr int kColumns = AxB::Cache::count;    // rows of B, columns of D
-constexpr int kRun = 8;                        // neighbours that a lane reads of a row at once, 16 bytes
-constexpr int kSteps = kRun / AxB::Rows::run;  // products that it feeds with them
-constexpr int kDepth = AxB::Rows::length * kSteps;
-static_assert(AxB::Rows::run == AxB::Cache::run);
+constexpr int kRows = AxB::Rows::count;         // in a tile of A
+constexpr int kColumns = AxB::Cache::count;     // rows in a tile of B, columns in one of D
+constexpr int kVectors = AxB::Rows::vectors;    // rows that a lane has in a tile of A or D; in one of B it has one
+constexpr int kOwn = 4 / kVectors;              // neighbours of each that it has in a tile of D
+constexpr int kRun = 8;                         // neighbours that it has in a part
+constexpr int kSteps = kRun / AxB::Rows::run;   // products that it feeds with them
+constexpr int kPart = AxB::Rows::length * kSteps;
+constexpr int kPartTiles = kPart / kColumns;    // tiles of D with as many columns
+static_assert(AxB::Rows::run == AxB::Cache::run && AxB::Cache::vectors == 1 && kRows == kVectors * kColumns);
+static_assert(kPart == 32 && kPartTiles * kOwn == kRun && AxB::Sums::vector_of<kOwn - 1> == 0);
+
+// The row of a matrix at place x of its tiles: number `own` of a tile's share of the run whose number is `holder`.
+__host__ __device__ constexpr int dealt(int x) {
+  constexpr auto &map = MATRIX::Bf16::map().D;
+  const signed char *along = kSwapped ? map.row : map.column;
+  int holder = 0, own = 0, holder_bits = 0, own_bits = 0;
+  for (int i = 0; along[i] >= 0; ++i) {
+    const int bit = x >> i & 1;
+    if (along[i] < 8) holder |= bit << holder_bits++;
+    else own |= bit << own_bits++;
+  }
+  return x / kPart * kPart + holder * kRun + x / kColumns % kPartTiles * kOwn + own;
+}
+// Places in tiles, and numbers of a part, that are this lane's: the first of its run, and its rows.
+__device__ __forceinline__ int own_run(int lane) { return AxB::Rows::part_of(lane) * kRun; }
+__device__ __forceinline__ int own_row(int lane) { return AxB::Cache::template vector<0>(lane); }
+
+// ---- operands ----
+
+// 32 numbers of each row of B, or of a matrix whose tiles are taken as A.
+template <int rows> struct Part { uint4 at[TERMS][rows / kColumns][kLanes]; };
+// 32 numbers of each row of a tile of A, in registers.
+struct Left { uint32_t at[TERMS][kVectors][kRun / 2]; };
+using Run = uint32_t[TERMS][kRun / 2];  // of one row
 
 // Two floats as pairs of bf16: their leading terms, then what these leave.
 __device__ __forceinline__ void split(float low, float high, uint32_t (&pairs)[TERMS]) {
@@ -31,134 +63,105 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&pairs)[T
   if constexpr (TERMS == 2)
     pairs[1] = bf16_pair(low - __uint_as_float(pairs[0] << 16), high - __uint_as_float(pairs[0] & 0xffff0000u));
 }
-
-// Terms [TERMS][rows][depth] of a matrix. In shared memory a row's runs are exchanged among themselves, so that 8 rows'
-// runs of one place lie in different banks, as do the first or last 4 runs of a row and those of the next.
-template <int rows_, int depth_, bool shared_> struct Terms {
-  static constexpr int rows = rows_, depth = depth_;
-  static_assert(depth % kDepth == 0);
-  uint16_t at[TERMS][rows][depth];
-  __device__ static __forceinline__ int place(int row, int k) {
-    return shared_ ? k ^ ((row >> 1 & 3) | (row & 1) << 2) * kRun : k;
-  }
-  __device__ __forceinline__ void write_run(int row, int k, const uint32_t (&runs)[TERMS][kRun / 2]) {
-    unrolled<TERMS>([&](auto term) {
-      const uint32_t *run = runs[term.value];
-      *reinterpret_cast<uint4 *>(&at[term.value][row][place(row, k)]) = {run[0], run[1], run[2], run[3]};
-    });
-  }
-};
-template <int rows, int depth> using Shared = Terms<rows, depth, true>;
-template <int rows, int depth> using Stored = Terms<rows, depth, false>;
-
-// A wave's part of D: tiles of kRows x kColumns.
-template <int row_tiles, int column_tiles> using Tiles = float[row_tiles][column_tiles][4];
-
-// f(value, row, column) for what this lane has of a part of D.
-template <int row_tiles, int column_tiles, class F>
-__device__ __forceinline__ void each(Tiles<row_tiles, column_tiles> &d, int lane, F f) {
-  unrolled<row_tiles>([&](auto m) {
-    unrolled<column_tiles>([&](auto n) {
-      unrolled<4>([&](auto i) {
-        using Sums = AxB::Sums;
-        constexpr int vector = Sums::template vector_of<i.value>;
-        f(d[m.value][n.value][i.value], m.value * kRows + Sums::template vector<vector>(lane),
-          n.value * kColumns + Sums::template along<i.value>(lane));
-      });
-    });
+// x(Index<0>{}), ..., x(Index<7>{}) as terms.
+template <class F> __device__ __forceinline__ void split_run(Run &run, F x) {
+  unrolled<kRun / 2>([&](auto pair) {
+    uint32_t terms[TERMS];
+    split(x(Index<2 * pair.value>{}), x(Index<2 * pair.value + 1>{}), terms);
+    unrolled<TERMS>([&](auto term) { run[term.value][pair.value] = terms[term.value]; });
   });
 }
-
-// What a lane reads of some rows of B, kDepth of their length.
-template <int column_tiles> struct Runs { uint32_t at[TERMS][column_tiles][AxB::Cache::vectors][kRun / 2]; };
-
-template <int column_tiles, class B>
-__device__ __forceinline__ void read(Runs<column_tiles> &runs, const B &b, int first_column, int part, int lane) {
-  const int k = part * kDepth + AxB::Cache::part_of(lane) * kRun;
+template <int rows> __device__ __forceinline__ void store_run(Part<rows> &part, int tile, int lane, const Run &run) {
   unrolled<TERMS>([&](auto term) {
-    unrolled<column_tiles>([&](auto n) {
-      unrolled<AxB::Cache::vectors>([&](auto v) {
-        const int row = first_column + n.value * kColumns + AxB::Cache::template vector<v.value>(lane);
-        read_run<16>(runs.at[term.value][n.value][v.value], &b.at[term.value][row][B::place(row, k)]);
-      });
+    const uint32_t *words = run[term.value];
+    part.at[term.value][tile][lane] = {words[0], words[1], words[2], words[3]};
+  });
+}
+// Tile number `tile` of A out of a matrix laid out as B.
+template <int rows> __device__ __forceinline__ Left load_left(const Part<rows> &part, int tile, int lane) {
+  Left left;
+  unrolled<TERMS>([&](auto term) {
+    unrolled<kVectors>([&](auto v) {
+      read_run<16>(left.at[term.value][v.value], &part.at[term.value][tile * kVectors + v.value][lane]);
+    });
+  });
+  return left;
+}
+
+// ---- results ----
+
+template <int columns> using Sums = float[columns / kColumns][4];
+
+// Number j of run r in row v, of the lane's.
+template <int tiles> __device__ __forceinline__ float &at(float (&d)[tiles][4], int v, int r, int j) {
+  return d[r * kPartTiles + j / kOwn][v * kOwn + j % kOwn];
+}
+// f(number, v, r, j) for all that the lane has.
+template <int tiles, class F> __device__ __forceinline__ void each(float (&d)[tiles][4], F f) {
+  unrolled<tiles / kPartTiles>([&](auto r) {
+    unrolled<kRun>([&](auto j) {
+      unrolled<kVectors>([&](auto v) { f(at(d, v.value, r.value, j.value), v.value, r.value, j.value); });
     });
   });
 }
-
-// d += A B^T, for the rows of A from first_row and the rows of B from first_column on. `ahead` is what `read` gives of
-// B's part 0: the caller reads it before it waits for A. Each further part is read while the one before is multiplied.
-template <int row_tiles, int column_tiles, class A, class B>
-__device__ __forceinline__ void multiply(Tiles<row_tiles, column_tiles> &d, const A &a, int first_row, const B &b,
-                                         int first_column, const Runs<column_tiles> &ahead, int lane) {
-  using Rows = AxB::Rows;
-  using Columns = AxB::Cache;
-  static_assert(A::depth == B::depth);
-  constexpr int kParts = A::depth / kDepth;
-  Runs<column_tiles> now = ahead, next = ahead;
-#pragma unroll 1
-  for (int part = 0; part < kParts; ++part) {
-    if (part + 1 < kParts) read(next, b, first_column, part + 1, lane);
-    const int k = part * kDepth + Rows::part_of(lane) * kRun;
-    uint32_t a_runs[TERMS][row_tiles][Rows::vectors][kRun / 2];
+// Part r of a result as the next product's operand.
+template <int r, int tiles> __device__ __forceinline__ Left as_left(float (&d)[tiles][4]) {
+  Left left;
+  unrolled<kVectors>([&](auto v) {
+    Run run;
+    split_run(run, [&](auto j) { return at(d, v.value, r, j.value); });
     unrolled<TERMS>([&](auto term) {
-      unrolled<row_tiles>([&](auto m) {
-        unrolled<Rows::vectors>([&](auto v) {
-          const int row = first_row + m.value * kRows + Rows::template vector<v.value>(lane);
-          read_run<16>(a_runs[term.value][m.value][v.value], &a.at[term.value][row][A::place(row, k)]);
-        });
-      });
+      unrolled<kRun / 2>([&](auto i) { left.at[term.value][v.value][i.value] = run[term.value][i.value]; });
     });
-    unrolled<kSteps>([&](auto i) {
-      constexpr int step = i.value;
-      uint32_t rows[TERMS][row_tiles][Rows::elements / 2], columns[TERMS][column_tiles][Columns::elements / 2];
-      unrolled<TERMS>([&](auto term) {
-        unrolled<row_tiles>([&](auto m) {
-          Rows::template feed<step>(rows[term.value][m.value], a_runs[term.value][m.value]);
-        });
-        unrolled<column_tiles>([&](auto n) {
-          Columns::template feed<step>(columns[term.value][n.value], now.at[term.value][n.value]);
-        });
-      });
-      // Small products first; one after the other of a sum are as far apart as there are tiles.
-      unrolled<2 * TERMS - 1>([&](auto pair) {
-        constexpr int of_a = pair.value == 0 ? TERMS - 1 : 0, of_b = pair.value == 1 ? 1 : 0;
-        unrolled<row_tiles>([&](auto m) {
-          unrolled<column_tiles>([&](auto n) {
-            AxB::multiply(d[m.value][n.value], rows[of_a][m.value], columns[of_b][n.value]);
-          });
-        });
-      });
-    });
-    now = next;
-  }
+  });
+  return left;
 }
-
-// Terms of a part of D, to rows from first_row and columns from first_column of a matrix that is the next operand.
-template <int row_tiles, int column_tiles, class Matrix>
-__device__ __forceinline__ void write(Matrix &to, int first_row, int first_column, Tiles<row_tiles, column_tiles> &d,
-                                      int lane) {
-  using Sums = AxB::Sums;
-  constexpr bool pairs = Sums::vector_of<0> == Sums::vector_of<1> && Sums::along<1>(0) == 1;
-  unrolled<row_tiles>([&](auto m) {
-    unrolled<column_tiles>([&](auto n) {
-      unrolled<pairs ? 2 : 4>([&](auto p) {
-        constexpr int i = pairs ? 2 * p.value : p.value;
-        const int row = first_row + m.value * kRows + Sums::template vector<Sums::template vector_of<i>>(lane);
-        const int column = first_column + n.value * kColumns + Sums::template along<i>(lane);
-        uint32_t terms[TERMS];
-        split(d[m.value][n.value][i], pairs ? d[m.value][n.value][i + 1] : 0.f, terms);
-        unrolled<TERMS>([&](auto term) {
-          uint16_t *place = &to.at[term.value][row][Matrix::place(row, column)];
-          if constexpr (pairs) *reinterpret_cast<uint32_t *>(place) = terms[term.value];
-          else *place = terms[term.value];
-        });
-      });
+template <int rows> __device__ __forceinline__ void store_left(Part<rows> &part, int tile, int lane, const Left &left) {
+  unrolled<kVectors>([&](auto v) {
+    unrolled<TERMS>([&](auto term) {
+      const uint32_t *words = left.at[term.value][v.value];
+      part.at[term.value][tile * kVectors + v.value][lane] = {words[0], words[1], words[2], words[3]};
     });
   });
 }
 
-// What 3_chunk_factors.cu makes for 4_chunk_scan.cu.
-using Keys = Stored<kChunk, kHeadDim>;         // q or k of a chunk and key head
-using KeysAcross = Stored<kHeadDim, kChunk>;   // k transposed
-using Factor = Stored<kChunk, kChunk>;         // T or P of a chunk and value head, a row for each token that is changed
-struct Decays { float since_start[kChunk], to_end[kChunk]; };  // exp(G), exp(G_last - G)
+// d += a B^T, for a part of the depth. The tiles of d from `first` on are those of b from `first_of_b` on. Of sums that
+// depend on one another as many as there are tiles, at most 8, lie apart; small products come first.
+template <int first = 0, int tiles, int rows>
+__device__ __forceinline__ void multiply(float (&d)[tiles][4], const Left &a, const Part<rows> &b, int first_of_b,
+                                         int lane) {
+  constexpr int count = tiles - first < 8 ? tiles - first : 8;
+  unrolled<TERMS>([&](auto t) {
+    constexpr int of_b = TERMS - 1 - t.value;
+    uint32_t b_runs[count][1][kRun / 2];
+    unrolled<count>([&](auto n) { read_run<16>(b_runs[n.value][0], &b.at[of_b][first_of_b + n.value][lane]); });
+    unrolled<TERMS - of_b>([&](auto u) {
+      constexpr int of_a = TERMS - 1 - of_b - u.value;
+      unrolled<kSteps>([&](auto i) {
+        constexpr int step = i.value;
+        uint32_t row[AxB::Rows::elements / 2];
+        AxB::Rows::template feed<step>(row, a.at[of_a]);
+        unrolled<count>([&](auto n) {
+          uint32_t column[AxB::Cache::elements / 2];
+          AxB::Cache::template feed<step>(column, b_runs[n.value]);
+          AxB::multiply(d[first + n.value], row, column);
+        });
+      });
+    });
+  });
+  if constexpr (first + count < tiles) multiply<first + count>(d, a, b, first_of_b + count, lane);
+}
+
+// ---- what 3_chunk_factors.cu makes for 4_chunk_scan.cu, in units of equal size, as these are copied ----
+
+union Unit {
+  struct { Part<kChunk> k, q; } recall;  // 32 numbers of each token's
+  Part<kChunk> factor[2];                // T or P
+  Part<kHeadDim> across;                 // 32 tokens of k transposed
+};
+struct OfKeys { Unit recall[4], across[2]; };  // of a chunk and key head
+struct OfValues {                              // of a chunk and value head
+  Unit t, p;
+  float since_start[kChunk], to_end[kChunk];  // exp(G), exp(G_last - G)
+};
+static_assert(sizeof(Unit) == TERMS * 8192 && kHeadDim == 4 * kPart && kChunk == 2 * kPart);

@@ -55,8 +55,12 @@ HEADS_OF_BLOCK = 8
 RUN = 8  # tokens that lanes of 1_conv_and_gates.cu walk through
 SEQUENTIAL = {"COLUMNS": 32}
 FACTOR_WAVES = 8
-SCAN = {32: {"COLUMNS": 64, "TILES": 2, "PARTS": 4},  # by lanes of a wave; 64 lanes come with 64 KiB of shared memory
-        64: {"COLUMNS": 32, "TILES": 1, "PARTS": 4}}
+UNIT = 8192  # bytes a term; a chunk has 6 units for each key head, 2 for each value head
+DECAYS = 2 * CHUNK * 4  # bytes beside the latter
+SCAN = {(1, 32): {"WAVES": 4, "UNITS": 2, "STAGES": 4},  # by terms and lanes of a wave
+        (2, 32): {"WAVES": 4, "UNITS": 1, "STAGES": 5},
+        (1, 64): {"WAVES": 4, "UNITS": 1, "STAGES": 4},
+        (2, 64): {"WAVES": 4, "UNITS": 1, "STAGES": 2}}
 MATRIX = {"mma": 32, "mfma": 64, "mmac": 64}
 """Matrix instructions by the name that kernels take, and the lanes of their wave."""
 MAX_GROUP = 4  # value heads of a key head whose factors one block makes
@@ -141,8 +145,9 @@ class Scratch:
     """Memory on a device for what a layer's kernels hand on to one another, from `GatedDeltaNet.scratch`. Layers of the
     same sizes that run one after the other can share one.
 
-    o: what the recurrence gives. factors: of the chunked design, empty for the other: terms of q, k, k transposed, T
-    and P, and the decays from the start and to the end of each chunk.
+    o: what the recurrence gives. factors: of the chunked design, empty for the other: of each chunk and key head the
+    terms of q, k and k transposed; of each chunk and value head those of T and P, and the decays from the chunk's start
+    and to its end. As bytes that only the kernels know the order of.
     """
 
     inputs: Inputs
@@ -154,7 +159,7 @@ def sources() -> list[Source]:
     """The kernels of the family for static evidence, on each target's own matrix instructions."""
     return [Source(_file("1_conv_and_gates")), Source(_file("2_sequential"), SEQUENTIAL),
             Source(_file("3_chunk_factors"), {"TERMS": 2}),
-            Source(_file("4_chunk_scan"), {"TERMS": 2, **SCAN[32]}),
+            Source(_file("4_chunk_scan"), {"TERMS": 2, **SCAN[2, 32]}),
             Source(_file("5_norm_gate"))]
 
 
@@ -318,10 +323,8 @@ class GatedDeltaNet:
         if self.design == "sequential":
             return []
         chunks = -(-tokens // CHUNK)
-        keys, values = (chunks, self.key_heads, self.terms), (chunks, self.value_heads, self.terms)
-        terms = [(*keys, CHUNK, HEAD_DIM), (*keys, CHUNK, HEAD_DIM), (*keys, HEAD_DIM, CHUNK),  # q, k, k transposed
-                 (*values, CHUNK, CHUNK), (*values, CHUNK, CHUNK)]                              # T, P
-        return [*((shape, np.uint16) for shape in terms), ((chunks, self.value_heads, 2, CHUNK), np.float32)]
+        return [((chunks, self.key_heads, 6 * self.terms * UNIT // 4), np.uint32),
+                ((chunks, self.value_heads, (2 * self.terms * UNIT + DECAYS) // 4), np.uint32)]
 
     def _chunked(self, inputs, initial, final, out, tokens, factors):
         chunks, wave = -(-tokens // CHUNK), self.backend.wave
@@ -333,12 +336,10 @@ class GatedDeltaNet:
             arrays = [inputs.q, inputs.k, inputs.g, inputs.beta, *factors]
             launches.append((kernel, (chunks, self.key_heads, 1), (wave, FACTOR_WAVES, 1), [*arrays, *numbers],
                              _factor_bytes(self.terms, self.value_heads // self.key_heads)))
-        scan = SCAN[wave]
+        scan = SCAN[self.terms, wave]
         kernel = self.backend.compile(_file("4_chunk_scan"), form | scan).kernel("chunk_scan")
-        waves = scan["COLUMNS"] // (16 * scan["TILES"]) * scan["PARTS"]
-        shared = self.terms * scan["COLUMNS"] * (HEAD_DIM + 3 * CHUNK) * 2
-        launches.append((kernel, (HEAD_DIM // scan["COLUMNS"], self.value_heads, 1), (wave, waves, 1),
-                         [*factors, inputs.v, initial, final, out, *numbers], shared))
+        launches.append((kernel, (HEAD_DIM // (16 * scan["WAVES"]), self.value_heads, 1), (wave, scan["WAVES"], 1),
+                         [*factors, inputs.v, initial, final, out, *numbers], scan_bytes(self.terms, wave)))
         return launches
 
     def prepare_output(self, o, z, *, out=None) -> Callable:
@@ -405,6 +406,13 @@ def _factor_bytes(terms: int, group: int) -> int:
     """Dynamic shared memory of 3_chunk_factors.cu: first q and k, then in the same place M
     and the gates of each value head."""
     return max(2 * terms * CHUNK * HEAD_DIM * 2, group * CHUNK * (CHUNK + 4 + 3) * 4)
+
+
+def scan_bytes(terms: int, lanes: int) -> int:
+    """Dynamic shared memory of 4_chunk_scan.cu: the ring, and a block's columns of v. At most 99 KiB for waves of 32
+    lanes, 64 KiB for those of 64: what the devices with the least of it give a block."""
+    form = SCAN[terms, lanes]
+    return form["STAGES"] * (form["UNITS"] * terms * UNIT + DECAYS // 2) + CHUNK * 16 * form["WAVES"] * 4
 
 
 # ---- in float64
