@@ -176,7 +176,8 @@ def test_a_file_leaves_out_what_is_not_said_and_loading_gives_it_back(record, tm
     record.measure(**CASE, metric="max_abs", value=1.23456789e-7)
     record.measure(**CASE, metric="checksum", value=281474976710655)
     record.measure(**CASE, metric="rms", value=None, status="wrong_result", reason="nan")
-    record.measure(**CASE, metric="cosine", value=0.99999949, p10=0.9999992, p90=0.99999951, n=9, cache="warm", host=True)
+    record.measure(**CASE, metric="cosine", value=0.99999949, p10=0.9999992, p90=0.99999951, n=9, cache="warm",
+                   host=True)
     path = finish(record).save(tmp_path / "r.json")
     written = json.loads(path.read_text())["measurements"]
     assert [set(entry) - {*CASE, "metric", "value"} for entry in written] == [

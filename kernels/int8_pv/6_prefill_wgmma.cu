@@ -7,10 +7,13 @@
 //
 // What is left to issue sets the time, so there is little of it. The logarithm of a token's V scale is added to its score:
 // the exponential of that is the weight P sV itself, its largest is known before any power of 2 is taken, and taken
-// relative to it the powers are the codes but for rounding. The sum of P counts them by the inverse of the scale.
+// relative to it the powers are the codes but for rounding, which two share an instruction for. The sum of P counts them
+// by the inverse of the scale.
 //
-// Warps of one more warpgroup do nothing but copy tiles, some ahead, so that the others meet at no barrier: they drift apart,
-// and one multiplies while another takes powers of 2.
+// Products run beside it: the scores of the next tile under this one's softmax and, where registers allow, P V while the
+// next tile's weights are made of them. None is under way where the loop turns, for the compiler lets none be. Warps of one
+// more warpgroup do nothing but copy tiles, some ahead, and show them to the tensor cores, so that the others meet at no
+// barrier: they drift apart, and one multiplies while another takes powers of 2.
 //
 //   GROUPS   warpgroups of a block that attend, 64 rows each
 //   TILE     tokens of a tile
@@ -28,22 +31,44 @@ constexpr int kThreads = 128 * (GROUPS + 1);
 constexpr int kGroupRows = 64;
 constexpr int kWidth = HEAD_DIM < 128 ? HEAD_DIM : 128;  // bytes of a row of Q or K that lie side by side
 constexpr int kParts = HEAD_DIM / kWidth;
-constexpr int kHalves = HEAD_DIM / 64;                   // of 64 columns of V
 constexpr int kStep = 32;                                // tokens or d of one instruction
 constexpr int kSteps = kTokens / kStep;
 constexpr int kUnits = kTokens / kUnit;
 constexpr int kScales = kTokens / kScaleTokens;
-constexpr bool kAhead = HEAD_DIM == 128;                 // scores of the next tile run under softmax: where registers
-constexpr int kInFlight = kAhead ? 1 : 2;                // allow, at the price of one product of P V at a time
 constexpr int kCopyThreads = 96;                         // a warp each for K, for V and for scales
 
 // Registers of a thread. A block has what it is launched with, 65536 / kThreads each, rounded down to a multiple of 8: what
 // the threads that attend take, those that copy must have given.
-constexpr int kAttendRegisters = GROUPS == 3 ? 160 : 224, kCopyRegisters = GROUPS == 3 ? 32 : 56;
+constexpr bool kTwo = GROUPS == 2 && HEAD_DIM < 256;
+constexpr int kAttendRegisters = GROUPS == 1 ? 240 : GROUPS == 3 ? 152 : kTwo ? 232 : 224, kCopyRegisters = kTwo ? 40 : 56;
+// What they allow, `kFree` being those left by the output, a tile's weights, the next one's sums and what else there is:
+// the scores of the next tile run under this one's softmax, its weights are made under P V, and Q is held in registers, so
+// that its products read nothing but K from shared memory.
+constexpr int kFree = kAttendRegisters - (HEAD_DIM / 2 + kTokens + 24);
+constexpr bool kAhead = kFree >= 0, kUnder = kFree >= 32, kHoldsQueries = kFree >= 48 + HEAD_DIM / 8;
+constexpr int kWide = kUnder ? 64 : 32;                          // columns of V of a product
+constexpr int kInFlight = kUnder && kFree < 64 ? 1 : 2;           // products at once
 
-__device__ __forceinline__ void wgmma_scores(int (&sums)[kTokens / 2], uint64_t q, uint64_t k, bool add) {
-  if constexpr (kTokens == 64) wgmma_m64n64k32_s8(sums, q, k, add);
-  else wgmma_m64n128k32_s8(sums, q, k, add);
+// d [64 x 32] = A B, or += A B where `add`, with A in registers, s8 or u8, and 32 k.
+#define WGMMA_32_COLUMNS(name, types)                                                                                 \
+  __device__ __forceinline__ void name(int d[16], const uint32_t a[4], uint64_t b, bool add) {                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n32k32.s32." types " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "     \
+                 "%10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p;\n}"                                    \
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),    \
+                   "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]),           \
+                   "+r"(d[15])                                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));                                \
+  }
+WGMMA_32_COLUMNS(wgmma_m64n32k32_s8_registers, "s8.s8")
+WGMMA_32_COLUMNS(wgmma_m64n32k32_u8s8_registers, "u8.s8")
+#undef WGMMA_32_COLUMNS
+
+__device__ __forceinline__ void multiply_weights(int *d, const uint32_t a[4], uint64_t b, bool add) {
+  if constexpr (kWide == 32 && kPv == UINT8) wgmma_m64n32k32_u8s8_registers(d, a, b, add);
+  else if constexpr (kWide == 32) wgmma_m64n32k32_s8_registers(d, a, b, add);
+  else if constexpr (kPv == UINT8) wgmma_m64n64k32_u8s8_registers(d, a, b, add);
+  else wgmma_m64n64k32_s8_registers(d, a, b, add);
 }
 
 struct alignas(16) Quad {
@@ -52,6 +77,16 @@ struct alignas(16) Quad {
 };
 __device__ __forceinline__ Quad read_quad(const float *from) { return *reinterpret_cast<const Quad *>(from); }
 
+// Four numbers to the nearest integers of 8 bits, two an instruction.
+__device__ __forceinline__ uint32_t rounded_bytes(const float x[4]) {
+  uint32_t bytes = 0;
+  unrolled<2>([&](auto i) {
+    const int low = __float2int_rn(x[2 - 2 * i.value]), high = __float2int_rn(x[3 - 2 * i.value]);
+    if constexpr (kPv == INT8) asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %0;" : "+r"(bytes) : "r"(high), "r"(low));
+    else asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %0;" : "+r"(bytes) : "r"(high), "r"(low));
+  });
+  return bytes;
+}
 __device__ __forceinline__ uint32_t low_bytes(const uint32_t x[4]) {
   return __byte_perm(__byte_perm(x[0], x[1], 0x40), __byte_perm(x[2], x[3], 0x40), 0x5410);
 }
@@ -68,7 +103,16 @@ struct Stage {
 struct Shared {
   Stage stages[STAGES];
   alignas(1024) uint8_t q[GROUPS][kParts][kGroupRows][kWidth];
-  PhaseBarrier full[STAGES], empty[STAGES];
+  int seen[GROUPS][kGroupRows];
+  PhaseBarrier landed[STAGES], full[STAGES], empty[STAGES];
+};
+// Which stage holds a tile, and the parity of its barriers' phase.
+struct Turn {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ Turn next() const {
+    const bool wraps = stage + 1 == STAGES;
+    return {wraps ? 0 : stage + 1, parity ^ int(wraps)};
+  }
 };
 
 // A lane's scores of a row are of the tokens 32 s + 16 h + 4 t + b, t = lane % 4: those at which P's fragment of step
@@ -87,30 +131,51 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
   GPU_DYNAMIC_SHARED(char, unaligned);
   const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
   Shared &shared = *reinterpret_cast<Shared *>(unaligned + (1024 - misaligned) % 1024);
-  const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * 32 + lane, warpgroup = wave / 4;
+  // The warpgroup's number by way of an instruction whose result the compiler knows to be the same in all lanes.
+  const int lane = threadIdx.x, wave = threadIdx.y, thread = wave * 32 + lane;
+  const int warpgroup = __reduce_or_sync(GPU_FULL_MASK, wave / 4);
   const PrefillBlock block = prefill_block(GROUPS * kGroupRows, kTokens, queries, group, kv_heads, splits, lengths, offsets);
   const QueryRows &rows = block.rows;
   const int first_tile = block.first_tile, end_tile = block.end_tile, wave_row = block.first_row + wave * 16;
   const int *block_table = block_tables + (size_t)rows.batch * max_blocks;
 
-  if (thread < STAGES) shared.full[thread].init(kCopyThreads), shared.empty[thread].init(4 * GROUPS);
+  if (thread < STAGES) {
+    shared.landed[thread].init(kCopyThreads);
+    shared.full[thread].init(1);
+    shared.empty[thread].init(4 * GROUPS);
+  }
   __syncthreads();
   if (warpgroup == GROUPS) {
     if constexpr (GROUPS > 1) give_registers<kCopyRegisters>();
-    if (wave >= 4 * GROUPS + 3) return;
-    // Lane l knows where unit l % kUnits of a tile lies, one tile ahead.
-    const auto find = [&](int tile) {
-      const int token = tile * kTokens + lane % kUnits * kUnit;
-      return find_places(block_table, max_blocks, token, tile < end_tile ? rows.length : 0, block_size, kv_heads,
-                         rows.head);
-    };
+    if (wave == 4 * GROUPS + 3) {  // what has landed becomes visible to the warpgroups' instructions
+      Turn turn;
+      for (int tile = first_tile; tile < end_tile; ++tile, turn = turn.next()) {
+        shared.landed[turn.stage].wait(turn.parity);
+        wgmma_publish();
+        if (lane == 0) shared.full[turn.stage].arrive();
+      }
+      return;
+    }
+    // Lane l knows where unit l % kUnits of a tile begins, one tile ahead, below 0 where it is not: in the arrays
+    // [block][kv_head][token], in units, and in V's pages. Only the first is divided for.
+    struct Unit { int number; long long value; };
     const auto each_tile = [&](auto fill) {
-      Places mine = find(first_tile);
-      for (int tile = first_tile; tile < end_tile; ++tile) {
-        const int n = tile - first_tile;
-        const Places next = find(tile + 1);
-        if (n >= STAGES) shared.empty[n % STAGES].wait(n / STAGES - 1 & 1);
-        fill(shared.stages[n % STAGES], shared.full[n % STAGES], mine);
+      int token = first_tile * kTokens + lane % kUnits * kUnit, entry = token / block_size, offset = token % block_size;
+      const auto find = [&]() -> Unit {
+        const int page = entry < max_blocks ? block_table[entry] : 0, row = page * kv_heads + rows.head;
+        const bool there = token < rows.length;
+        const Unit found = {there ? row * (block_size / kUnit) + offset / kUnit : -1,
+                            there ? (long long)row * block_size * HEAD_DIM + offset : -1};
+        token += kTokens, offset += kTokens;
+        while (offset >= block_size) offset -= block_size, ++entry;
+        return found;
+      };
+      Unit mine = find();
+      Turn turn;
+      for (int tile = first_tile; tile < end_tile; ++tile, turn = turn.next()) {
+        const Unit next = find();
+        if (tile >= first_tile + STAGES) shared.empty[turn.stage].wait(turn.parity ^ 1);
+        fill(shared.stages[turn.stage], shared.landed[turn.stage], mine);
         mine = next;
       }
     };
@@ -120,18 +185,18 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       const int token = lane / kChunks, byte = lane % kChunks * 16, row = row_of_key(token);
       const int to = byte / kWidth * kTokens * kWidth + row * kWidth + swizzled<kWidth>(row, byte % kWidth);
       const int8_t *from = k_codes + token * HEAD_DIM + byte;
-      each_tile([&](Stage &stage, PhaseBarrier &full, const Places &mine) {
+      each_tile([&](Stage &stage, PhaseBarrier &landed, const Unit &mine) {
         unrolled<kUnits>([&](auto unit) {
-          const long long place = __shfl_sync(GPU_FULL_MASK, mine.token, unit.value);
-          const int8_t *from_unit = from + place * HEAD_DIM;
+          const int number = __shfl_sync(GPU_FULL_MASK, mine.number, unit.value);
+          const int8_t *from_unit = from + (long long)number * (kUnit * HEAD_DIM);
           unrolled<kUnit / kRoundTokens>([&](auto round) {
             constexpr int first = decltype(round)::value * kRoundTokens;
             const int row = row_of_key(unit.value * kUnit + first);
             copy_async(&stage.k[0][0][0] + (to ^ (row * kWidth + swizzled<kWidth>(row, 0))),
-                       from_unit + first * HEAD_DIM, place >= 0);
+                       from_unit + first * HEAD_DIM, number >= 0);
           });
         });
-        full.arrive_after_copies();
+        landed.arrive_after_copies();
       });
     } else if (wave == 4 * GROUPS + 1) {
       constexpr int kRoundColumns = 32 / kUnits;
@@ -139,35 +204,29 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       const int to = column * kTokens + swizzled<kTokens>(column, lane % kUnits * 16);
       const char *from = v_pages + (size_t)column * block_size;
       const size_t round_bytes = (size_t)kRoundColumns * block_size;
-      each_tile([&](Stage &stage, PhaseBarrier &full, const Places &mine) {
+      each_tile([&](Stage &stage, PhaseBarrier &landed, const Unit &mine) {
         const char *column_from = from + mine.value;
         unrolled<HEAD_DIM / kRoundColumns>([&](auto round) {
           constexpr int first = decltype(round)::value * kRoundColumns;
           copy_async(&stage.v[first][0] + (to ^ swizzled<kTokens>(first, 0)), column_from, mine.value >= 0);
           column_from += round_bytes;
         });
-        full.arrive_after_copies();
+        landed.arrive_after_copies();
       });
     } else {
-      each_tile([&](Stage &stage, PhaseBarrier &full, const Places &mine) {
-        constexpr int kQuads = kTokens / 4;
-        const int token = lane % kQuads * 4;
-        const long long place = __shfl_sync(GPU_FULL_MASK, mine.token, token / kUnit);
-        const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-        const auto read = [&](const float *scales) {
-          return place < 0 ? none : *reinterpret_cast<const float4 *>(scales + place + token % kUnit);
-        };
-        const float4 k = read(k_scales), v = read(v_scales);
-        // fmaxf also takes the place of what is no number, in pages beyond the sequence.
-        const float values[4] = {fmaxf(v.x, kSmallest), fmaxf(v.y, kSmallest), fmaxf(v.z, kSmallest),
-                                 fmaxf(v.w, kSmallest)};
-        const auto write = [&](float *to, auto f) {
-          *reinterpret_cast<float4 *>(to + token) = make_float4(f(values[0]), f(values[1]), f(values[2]), f(values[3]));
-        };
-        *reinterpret_cast<float4 *>(stage.k_scale + token) = k;
-        write(stage.v_log, [](float x) { return __log2f(x); });
-        write(stage.v_inverse, [](float x) { return fast_reciprocal(x); });
-        full.arrive();
+      each_tile([&](Stage &stage, PhaseBarrier &landed, const Unit &mine) {
+        unrolled<kTokens / 32>([&](auto i) {
+          const int token = i.value * 32 + lane;
+          const int number = __shfl_sync(GPU_FULL_MASK, mine.number, token / kUnit);
+          const long long place = (long long)number * kUnit + token % kUnit;
+          const float k = number < 0 ? 0.f : k_scales[place], v = number < 0 ? 0.f : v_scales[place];
+          // fmaxf also takes the place of what is no number, in pages beyond the sequence.
+          const float at_least = fmaxf(v, kSmallest);
+          stage.k_scale[token] = k;
+          stage.v_log[token] = __log2f(at_least);
+          stage.v_inverse[token] = fast_reciprocal(at_least);
+        });
+        landed.arrive();
       });
     }
     return;
@@ -176,7 +235,6 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
 
   // Q: each wave its 16 rows, 8 at once, 4 neighbouring d a lane. A lane keeps the scales of rows g and g + 8.
   float q_scale[2];
-  int seen[2];
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     constexpr int kAtOnce = 8, kReads = (HEAD_DIM + 127) / 128;
@@ -209,94 +267,116 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
             low_bytes(codes);
       });
     });
-    const int own = wave_row + v * kAtOnce + lane / 4;
-    seen[v] = own < rows.count() ? rows.seen(own) : 0;
+    if (lane < kAtOnce) {
+      const int row = wave_row + v * kAtOnce + lane;
+      shared.seen[warpgroup][wave % 4 * 16 + v * kAtOnce + lane] = row < rows.count() ? rows.seen(row) : 0;
+    }
   }
   wgmma_publish();
   warpgroup_barrier(1 + warpgroup);
 
-  float output[kHalves][32] = {}, top[2] = {kNone, kNone}, total[2] = {};
+  float output[HEAD_DIM / kWide][kWide / 2] = {}, top[2] = {kNone, kNone}, total[2] = {};
   const int t4 = lane % 4 * 4;
-  const uint32_t q_address = wgmma_address(shared.q[warpgroup]);
   const auto over_row = [&](float x, auto f) {
     x = f(x, __shfl_xor_sync(GPU_FULL_MASK, x, 1));
     return f(x, __shfl_xor_sync(GPU_FULL_MASK, x, 2));
   };
 
+  const uint32_t q_address = wgmma_address(shared.q[0]) + warpgroup * (int(sizeof(shared.q[0])) / 16);
+  uint32_t queries_held[kHoldsQueries ? HEAD_DIM / kStep : 1][4];
+  if constexpr (kHoldsQueries)
+    unrolled<HEAD_DIM / kStep>([&](auto step) {
+      unrolled<4>([&](auto i) {
+        const int row = wave % 4 * 16 + lane / 4 + i.value % 2 * 8, byte = step.value * kStep + i.value / 2 * 16 + t4;
+        queries_held[step.value][i.value] = *reinterpret_cast<const uint32_t *>(
+            &shared.q[warpgroup][byte / kWidth][row][swizzled<kWidth>(row, byte % kWidth)]);
+      });
+    });
+
   int sums[kTokens / 2];  // of Q K
-  const auto start_scores = [&](int tile) {
-    const int n = tile - first_tile;
-    shared.full[n % STAGES].wait(n / STAGES & 1);
-    wgmma_publish();
-    const uint32_t k_address = wgmma_address(shared.stages[n % STAGES].k);
+  const auto start_scores = [&](Turn turn) {
+    shared.full[turn.stage].wait(turn.parity);
+    const uint32_t k_address = wgmma_address(shared.stages[0].k) + turn.stage * (int(sizeof(Stage)) / 16);
     wgmma_begin();
     unrolled<HEAD_DIM / kStep>([&](auto step) {
       constexpr int part = decltype(step)::value * kStep / kWidth, byte = decltype(step)::value * kStep % kWidth;
-      wgmma_scores(sums, wgmma_matrix<kWidth>(q_address, part * kGroupRows * kWidth + byte),
-                   wgmma_matrix<kWidth>(k_address, part * kTokens * kWidth + byte), step.value > 0);
+      constexpr int of_q = part * kGroupRows * kWidth + byte, of_k = part * kTokens * kWidth + byte;
+      if constexpr (kHoldsQueries)
+        unrolled<kTokens / 64>([&](auto i) {
+          wgmma_m64n64k32_s8_registers(sums + 32 * i.value, queries_held[step.value],
+                                       wgmma_matrix<kWidth>(k_address, of_k + i.value * 64 * kWidth), step.value > 0);
+        });
+      else if constexpr (kTokens == 64)
+        wgmma_m64n64k32_s8(sums, wgmma_matrix<kWidth>(q_address, of_q), wgmma_matrix<kWidth>(k_address, of_k),
+                           step.value > 0);
+      else
+        wgmma_m64n128k32_s8(sums, wgmma_matrix<kWidth>(q_address, of_q), wgmma_matrix<kWidth>(k_address, of_k),
+                            step.value > 0);
     });
     wgmma_commit();
   };
 
-  // Products of P V: by halves of the columns and by scales.
-  constexpr int kProducts = kScales * kHalves, kScaleSteps = kSteps / kScales;
-  int products[kInFlight][32];
+  // z = score + log2 sV of row v, by step s and place 4 h + b in the fragment.
+  float weight[2][kSteps][8];
+  constexpr int kPieces = 2 * kSteps;  // of the weights: s and h
+  const auto weigh = [&](auto piece, Turn turn) {
+    constexpr int s = decltype(piece)::value / 2, h = decltype(piece)::value % 2;
+    const Stage &stage = shared.stages[turn.stage];
+    const int token = s * 32 + h * 16 + t4;
+    const Quad k = read_quad(stage.k_scale + token), v_log = read_quad(stage.v_log + token);
+    unrolled<4>([&](auto b) {
+      unrolled<2>([&](auto v) {
+        constexpr int j = decltype(b)::value / 2 + 2 * h + 4 * s;
+        weight[v.value][s][4 * h + b.value] =
+            fmaf(float(sums[4 * j + 2 * v.value + b.value % 2]) * k[b.value], q_scale[v.value], v_log[b.value]);
+      });
+    });
+  };
+  const auto each_weight = [&](auto f) {
+    unrolled<kSteps>([&](auto s) {
+      unrolled<2>([&](auto h) { f(s, h, s.value * 32 + h.value * 16 + t4); });
+    });
+  };
+
+  // Products of P V: by columns and by scales.
+  constexpr int kProducts = kScales * HEAD_DIM / kWide, kScaleSteps = kSteps / kScales;
+  constexpr int kAtOnce = kInFlight < kProducts ? kInFlight : kProducts;
+  int products[kAtOnce][kWide / 2];
   uint32_t fragment[kSteps][4];
   float w_scale[kScales][2];
   const auto start_product = [&](auto n, uint32_t v_address) {
-    constexpr int half = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
+    constexpr int part = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
     wgmma_begin();
     unrolled<kScaleSteps>([&](auto i) {
       constexpr int step = scale * kScaleSteps + decltype(i)::value;
-      const uint64_t values = wgmma_matrix<kTokens>(v_address, half * 64 * kTokens + step * kStep);
-      if constexpr (kPv == UINT8) wgmma_m64n64k32_u8s8_registers(products[n.value % kInFlight], fragment[step], values, i.value > 0);
-      else wgmma_m64n64k32_s8_registers(products[n.value % kInFlight], fragment[step], values, i.value > 0);
+      multiply_weights(products[n.value % kAtOnce], fragment[step],
+                       wgmma_matrix<kTokens>(v_address, part * kWide * kTokens + step * kStep), i.value > 0);
     });
     wgmma_commit();
   };
   const auto add_product = [&](auto n) {
-    constexpr int half = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
-    wgmma_arrived(products[n.value % kInFlight]);
-    unrolled<32>([&](auto i) {
-      output[half][i.value] =
-          fmaf(float(products[n.value % kInFlight][i.value]), w_scale[scale][i.value / 2 % 2], output[half][i.value]);
+    constexpr int part = decltype(n)::value / kScales, scale = decltype(n)::value % kScales;
+    wgmma_arrived(products[n.value % kAtOnce]);
+    unrolled<kWide / 2>([&](auto i) {
+      output[part][i.value] =
+          fmaf(float(products[n.value % kAtOnce][i.value]), w_scale[scale][i.value / 2 % 2], output[part][i.value]);
     });
   };
   const int whole_tiles = min(end_tile, block.least_seen / kTokens);
 
-  const auto attend = [&](int tile) {
-    const Stage &stage = shared.stages[(tile - first_tile) % STAGES];
-    if constexpr (!kAhead) {
-      start_scores(tile);
-      wgmma_wait<0>();
-    }
-    wgmma_arrived(sums);
-
-    // z = score + log2 sV of row v, by step s and place 4 h + b in the fragment.
-    float weight[2][kSteps][8];
-    const auto each_weight = [&](auto f) {
-      unrolled<kSteps>([&](auto s) {
-        unrolled<2>([&](auto h) { f(s, h, s.value * 32 + h.value * 16 + t4); });
-      });
-    };
-    each_weight([&](auto s, auto h, int token) {
-      const Quad k = read_quad(stage.k_scale + token), v_log = read_quad(stage.v_log + token);
-      unrolled<4>([&](auto b) {
-        unrolled<2>([&](auto v) {
-          const int j = b.value / 2 + 2 * h.value + 4 * s.value;
-          weight[v.value][s.value][4 * h.value + b.value] =
-              fmaf(float(sums[4 * j + 2 * v.value + b.value % 2]) * k[b.value], q_scale[v.value], v_log[b.value]);
-        });
-      });
-    });
-    // Of the last tile once more, rather than a branch that would copy the registers of its result.
-    if constexpr (kAhead) start_scores(min(tile + 1, end_tile - 1));
+  // One tile, of which the scores are there, or (kUnder) the weights: to its share of the output, and as much of the next
+  // one's meanwhile.
+  const auto attend = [&](int tile, Turn turn, Turn next) {
+    const Stage &stage = shared.stages[turn.stage];
+    if constexpr (!kUnder) unrolled<kPieces>([&](auto piece) { weigh(piece, turn); });
+    if constexpr (kAhead) start_scores(next);
     if (tile >= whole_tiles)
-      each_weight([&](auto s, auto h, int token) {
-        unrolled<4>([&](auto b) {
-          unrolled<2>([&](auto v) {
+      unrolled<2>([&](auto v) {
+        const int seen = shared.seen[warpgroup][wave % 4 * 16 + lane / 4 + v.value * 8] - tile * kTokens;
+        each_weight([&](auto s, auto h, int token) {
+          unrolled<4>([&](auto b) {
             float &z = weight[v.value][s.value][4 * h.value + b.value];
-            if (tile * kTokens + token + b.value >= seen[v.value]) z = kNone;
+            if (token + b.value >= seen) z = kNone;
           });
         });
       });
@@ -307,7 +387,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     bool moves = false;
     float rescale[2];
     unrolled<2>([&](auto v) {
-      float largest = kNone, peak[kScales];
+      float largest, peak[kScales];
       unrolled<kSteps>([&](auto s) {
         constexpr int scale = decltype(s)::value * kScales / kSteps;
         float own[2];
@@ -316,25 +396,27 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
           own[h.value] = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
         });
         const float both = fmaxf(own[0], own[1]);
-        peak[scale] = s.value * kScales % kSteps == 0 ? both : fmaxf(peak[scale], both);
+        if constexpr (s.value * kScales % kSteps == 0) peak[scale] = both;
+        else peak[scale] = fmaxf(peak[scale], both);
       });
       unrolled<kScales>([&](auto s) {
         peak[s.value] = over_row(peak[s.value], larger);
         shift[s.value][v.value] = kLogLargest - or_zero(peak[s.value]);
-        largest = fmaxf(largest, peak[s.value]);
+        if constexpr (s.value == 0) largest = peak[0];
+        else largest = fmaxf(largest, peak[s.value]);
       });
-      const float next = largest > top[v.value] + kFar ? largest : top[v.value];
-      rescale[v.value] = fast_exp2(top[v.value] - next);
-      moves = moves || next != top[v.value];
-      top[v.value] = next;
+      const float moved = largest > top[v.value] + kFar ? largest : top[v.value];
+      rescale[v.value] = fast_exp2(top[v.value] - moved);
+      moves = moves || moved != top[v.value];
+      top[v.value] = moved;
       unrolled<kScales>([&](auto s) {
-        w_scale[s.value][v.value] = fast_exp2(peak[s.value] - next) * (1.f / kLargest);
+        w_scale[s.value][v.value] = fast_exp2(peak[s.value] - moved) * (1.f / kLargest);
       });
     });
     if (__any_sync(GPU_FULL_MASK, moves)) {
       unrolled<2>([&](auto v) { total[v.value] *= rescale[v.value]; });
-      unrolled<kHalves>([&](auto half) {
-        unrolled<32>([&](auto i) { output[half.value][i.value] *= rescale[i.value / 2 % 2]; });
+      unrolled<HEAD_DIM / kWide>([&](auto part) {
+        unrolled<kWide / 2>([&](auto i) { output[part.value][i.value] *= rescale[i.value / 2 % 2]; });
       });
     }
 
@@ -344,13 +426,12 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       constexpr int scale = decltype(s)::value * kScales / kSteps;
       const Quad inverse = read_quad(stage.v_inverse + token);
       unrolled<2>([&](auto v) {
-        uint32_t codes[4];
+        float w[4];
         unrolled<4>([&](auto b) {
-          const float w = fast_exp2(weight[v.value][s.value][4 * h.value + b.value] + shift[scale][v.value]);
-          sums_of_p[scale][v.value] = fmaf(w, inverse[b.value], sums_of_p[scale][v.value]);
-          codes[b.value] = rounded_bits(w, 1.f);
+          w[b.value] = fast_exp2(weight[v.value][s.value][4 * h.value + b.value] + shift[scale][v.value]);
+          sums_of_p[scale][v.value] = fmaf(w[b.value], inverse[b.value], sums_of_p[scale][v.value]);
         });
-        fragment[s.value][2 * h.value + v.value] = low_bytes(codes);
+        fragment[s.value][2 * h.value + v.value] = rounded_bytes(w);
       });
     });
     unrolled<2>([&](auto v) {
@@ -359,22 +440,42 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       });
     });
 
-    const uint32_t v_address = wgmma_address(stage.v);
-    unrolled<kInFlight - 1>([&](auto n) { start_product(n, v_address); });
+    const uint32_t v_address = wgmma_address(shared.stages[0].v) + turn.stage * (int(sizeof(Stage)) / 16);
+    unrolled<kAtOnce>([&](auto n) { start_product(n, v_address); });
+    if constexpr (kUnder) {
+      wgmma_wait<kAtOnce>();
+      wgmma_arrived(sums);
+    }
     unrolled<kProducts>([&](auto n) {
-      constexpr int next = decltype(n)::value + kInFlight - 1;
-      if constexpr (next < kProducts) start_product(Index<next>{}, v_address);
-      wgmma_wait<next < kProducts ? kInFlight - 1 : 0>();
+      constexpr int i = decltype(n)::value, left = kProducts - 1 - i;
+      if constexpr (kUnder)
+        unrolled<(i + 1) * kPieces / kProducts - i * kPieces / kProducts>(
+            [&](auto p) { weigh(Index<i * kPieces / kProducts + decltype(p)::value>{}, next); });
+      wgmma_wait<left < kAtOnce - 1 ? left : kAtOnce - 1>();
       add_product(n);
+      if constexpr (left >= kAtOnce) start_product(Index<i + kAtOnce>{}, v_address);
     });
-    if (lane == 0) shared.empty[(tile - first_tile) % STAGES].arrive();
+    if (lane == 0) shared.empty[turn.stage].arrive();
+    if constexpr (kAhead && !kUnder) wgmma_arrived(sums);
   };
-  if (kAhead && first_tile < end_tile) {
-    start_scores(first_tile);
+  const auto finish_scores = [&](Turn turn) {
+    start_scores(turn);
     wgmma_wait<0>();
+    wgmma_arrived(sums);
+  };
+  Turn turn;
+  if (kAhead && first_tile < end_tile) {
+    finish_scores(turn);
+    if constexpr (kUnder) unrolled<kPieces>([&](auto piece) { weigh(piece, turn); });
   }
 #pragma unroll 1
-  for (int tile = first_tile; tile < end_tile; ++tile) attend(tile);
+  for (int tile = first_tile; tile < end_tile; ++tile) {
+    if constexpr (!kAhead) finish_scores(turn);
+    // Behind the last tile it once more, rather than a branch that would copy the registers of the result.
+    const Turn next = tile + 1 < end_tile ? turn.next() : turn;
+    attend(tile, turn, next);
+    turn = next;
+  }
 
   unrolled<2>([&](auto v) {
     const int row = wave_row + lane / 4 + 8 * v.value;
@@ -388,14 +489,14 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
     // A lane has 2 columns of every 8; of two times 8 it takes 4 of one and gives its neighbour those of the other.
     const bool odd = lane % 2;
     float *to = out + part * HEAD_DIM + odd * 8 + lane % 4 / 2 * 4;
-    unrolled<kHalves>([&](auto half) {
-      unrolled<4>([&](auto j) {
+    unrolled<HEAD_DIM / kWide>([&](auto part) {
+      unrolled<kWide / 16>([&](auto j) {
         constexpr int low = 8 * decltype(j)::value + 2 * decltype(v)::value, high = low + 4;
-        const auto &o = output[half.value];
+        const auto &o = output[part.value];
         const float2 own = make_float2((odd ? o[high] : o[low]) * factor, (odd ? o[high + 1] : o[low + 1]) * factor);
         const float2 given = make_float2((odd ? o[low] : o[high]) * factor, (odd ? o[low + 1] : o[high + 1]) * factor);
         const float2 other = make_float2(__shfl_xor_sync(quad, given.x, 1), __shfl_xor_sync(quad, given.y, 1));
-        *reinterpret_cast<float4 *>(to + half.value * 64 + j.value * 16) =
+        *reinterpret_cast<float4 *>(to + part.value * kWide + j.value * 16) =
             odd ? make_float4(other.x, other.y, own.x, own.y) : make_float4(own.x, own.y, other.x, other.y);
       });
     });

@@ -132,7 +132,7 @@ def sources() -> list[Source]:
             *(Source("int8_pv/3_prefill.cu", form | {"WAVES": 8, "STAGES": 3}) for form in forms),
             Source("int8_pv/4_merge_partitions.cu", {"HEAD_DIM": 128, "SLICES": 8}),
             Source("int8_pv/5_dequantize_v.cu"),
-            Source("int8_pv/6_prefill_wgmma.cu", forms[0] | {"SWAPPED": 0, "GROUPS": 3, "TILE": 64, "STAGES": 4})]
+            Source("int8_pv/6_prefill_wgmma.cu", forms[0] | {"SWAPPED": 0, "GROUPS": 2, "TILE": 64, "STAGES": 4})]
 
 
 def on_device(backend: Backend, cache: PagedCache) -> PagedCache:
@@ -310,7 +310,7 @@ class Attention:
         if wgmma and no_wgmma:
             raise ValueError(f"wgmma = {wgmma}: {no_wgmma}")
         wgmma = no_wgmma is None if wgmma is None else bool(wgmma)
-        tile = _wgmma_tile(cache.head_dim) if wgmma else TILE
+        tile = _wgmma_tile(cache.head_dim, form.scale_tokens) if wgmma else TILE
         if form.scale_tokens > tile:
             raise ValueError(f"scale_tokens = {form.scale_tokens}; a scale covers at most a tile of prefill, {tile} "
                              f"tokens here")
@@ -320,7 +320,7 @@ class Attention:
             check_count("splits", splits)
         if rows == 0:
             return lambda: out
-        waves = waves or _choose_waves(kv_rows, cache.head_dim)
+        waves = waves or _choose_waves(kv_rows, _most_waves(cache.head_dim, tile, wgmma))
         row_blocks = -(-kv_rows // (waves * PREFILL_ROWS))
         tiles = max(1, -(-int(self._host.lengths.max(initial=0)) // tile))
         if splits is None:
@@ -441,15 +441,21 @@ def choose_splits(blocks: int, tiles: int, multiprocessors: int) -> int:
     return min(range(1, min(MAX_SPLITS, tiles) + 1), key=cost)
 
 
-def _choose_waves(kv_rows: int, head_dim: int) -> int:
-    """Waves of a prefill block: as many as the rows need, and as registers allow."""
-    most = 12 if head_dim <= 128 else 8
+def _choose_waves(kv_rows: int, most: int) -> int:
+    """Waves of a prefill block: as many as the rows need, and no more than `most`."""
     return next(w for w in PREFILL_WAVES if w * PREFILL_ROWS >= kv_rows or w == most)
 
 
-def _wgmma_tile(head_dim: int) -> int:
-    """Tokens of a tile of 6_prefill_wgmma.cu: as many as registers allow."""
-    return 128 if head_dim == 64 else TILE
+def _most_waves(head_dim: int, tile: int, wgmma: bool) -> int:
+    """Waves of a block that registers allow; on warpgroup instructions, that leave each those to work ahead."""
+    if wgmma:
+        return 12 if head_dim * tile <= 64 * 64 else 8
+    return 12 if head_dim <= 128 else 8
+
+
+def _wgmma_tile(head_dim: int, scale_tokens: int) -> int:
+    """Tokens of a tile of 6_prefill_wgmma.cu: as many as a scale covers, where registers allow."""
+    return 128 if head_dim == 64 and scale_tokens > TILE else TILE
 
 
 def _no_wgmma(form: Form, backend: Backend, head_dim: int) -> str | None:
