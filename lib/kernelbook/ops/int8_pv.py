@@ -320,7 +320,7 @@ class Attention:
             check_count("splits", splits)
         if rows == 0:
             return lambda: out
-        waves = waves or _choose_waves(kv_rows, _most_waves(cache.head_dim, tile, wgmma))
+        waves = waves or _choose_waves(kv_rows, _most_waves(cache.head_dim))
         row_blocks = -(-kv_rows // (waves * PREFILL_ROWS))
         tiles = max(1, -(-int(self._host.lengths.max(initial=0)) // tile))
         if splits is None:
@@ -446,10 +446,8 @@ def _choose_waves(kv_rows: int, most: int) -> int:
     return next(w for w in PREFILL_WAVES if w * PREFILL_ROWS >= kv_rows or w == most)
 
 
-def _most_waves(head_dim: int, tile: int, wgmma: bool) -> int:
-    """Waves of a block that registers allow; on warpgroup instructions, that leave each those to work ahead."""
-    if wgmma:
-        return 12 if head_dim * tile <= 64 * 64 else 8
+def _most_waves(head_dim: int) -> int:
+    """Waves of a block that registers allow."""
     return 12 if head_dim <= 128 else 8
 
 
