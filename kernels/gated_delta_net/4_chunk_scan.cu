@@ -13,9 +13,10 @@
 // on one another, about an instruction's latency. It needs 240 instructions with one term and 720 with two, 1500 and
 // 4600 cycles at what such instructions reach on an H200. For its 16 rows of A it reads all of B, 60 KiB a term: four
 // waves, with what is copied, move 330 or 640 KiB through shared memory, 2700 or 5100 cycles. So shared memory bounds
-// one term and both bound two: predicted are 1.5 and 3 us a chunk, on the 96 multiprocessors that have a block 13 and
-// 25 us at 512 tokens of Qwen3.5-27B, 50 and 100 us at 2048. What blocks read there, 64 KiB a chunk and term, is 0.2 or
-// 0.4 GB, mostly from L2, besides 48 KiB a token of v and out.
+// one term and both bound two: predicted were 1.5 and 3 us a chunk, 13 and 25 us at 512 tokens of Qwen3.5-27B, 50 and
+// 100 us at 2048. Measured on an H200 are 23 and 43, 85 and 161 us: a chunk takes 2.7 and 5 us. Two waves a block are
+// better than four with one term, for then all multiprocessors have some. What blocks read there, 64 KiB a chunk and
+// term, is 0.2 or 0.4 GB, mostly from L2, besides 48 KiB a token of v and out.
 //
 //   WAVES    in a block, each with 16 columns of S: 2, 4 or 8
 //   UNITS    in a stage: 1 or 2

@@ -57,7 +57,7 @@ SEQUENTIAL = {"COLUMNS": 32}
 FACTOR_WAVES = 8
 UNIT = 8192  # bytes a term; a chunk has 6 units for each key head, 2 for each value head
 DECAYS = 2 * CHUNK * 4  # bytes beside the latter
-SCAN = {(1, 32): {"WAVES": 4, "UNITS": 2, "STAGES": 4},  # by terms and lanes of a wave
+SCAN = {(1, 32): {"WAVES": 2, "UNITS": 2, "STAGES": 4},  # by terms and lanes of a wave
         (2, 32): {"WAVES": 4, "UNITS": 1, "STAGES": 5},
         (1, 64): {"WAVES": 4, "UNITS": 1, "STAGES": 4},
         (2, 64): {"WAVES": 4, "UNITS": 1, "STAGES": 2}}
