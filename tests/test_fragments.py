@@ -45,6 +45,8 @@ def nvidia(formula):
 
 EIGHT_BIT_A = nvidia(lambda g, t, e: (g + 8 * (e >> 2 & 1), 4 * t + (e & 3) + 16 * (e >> 3)))
 EIGHT_BIT_B = nvidia(lambda g, t, e: (4 * t + (e & 3) + 16 * (e >> 2), g))
+SIXTEEN_BIT_A = nvidia(lambda g, t, e: (g + 8 * (e >> 1 & 1), 2 * t + (e & 1) + 8 * (e >> 2)))
+SIXTEEN_BIT_B = nvidia(lambda g, t, e: (2 * t + (e & 1) + 8 * (e >> 1), g))
 NVIDIA_D = nvidia(lambda g, t, e: (g + 8 * (e >> 1), 2 * t + (e & 1)))
 AMD_A = lambda l, e: (l & 15, 8 * (l >> 4) + e)  # noqa: E731
 AMD_B = lambda l, e: (8 * (l >> 4) + e, l & 15)  # noqa: E731
@@ -55,8 +57,8 @@ FORMULAS = {
     "mma_m16n8k32_s8": (EIGHT_BIT_A, EIGHT_BIT_B, NVIDIA_D),
     "mma_m16n8k32_u8s8": (EIGHT_BIT_A, EIGHT_BIT_B, NVIDIA_D),
     "mma_m16n8k32_s8u8": (EIGHT_BIT_A, EIGHT_BIT_B, NVIDIA_D),
-    "mma_m16n8k16_bf16": (nvidia(lambda g, t, e: (g + 8 * (e >> 1 & 1), 2 * t + (e & 1) + 8 * (e >> 2))),
-                          nvidia(lambda g, t, e: (2 * t + (e & 1) + 8 * (e >> 1), g)), NVIDIA_D),
+    "mma_m16n8k16_bf16": (SIXTEEN_BIT_A, SIXTEEN_BIT_B, NVIDIA_D),
+    "mma_m16n8k16_f16": (SIXTEEN_BIT_A, SIXTEEN_BIT_B, NVIDIA_D),
     "mfma_i32_16x16x32_i8": (AMD_A, AMD_B, AMD_D),
     "mmac_i32_16x16x32_i8": (AMD_A, AMD_B, MMAC_D),
     "mfma_f32_16x16x16_bf16": (AMD_16_A, AMD_16_B, AMD_D),

@@ -220,6 +220,9 @@ def test_matrix_instruction_is_the_matrix_product(name):
         if o.dtype == np.uint16:  # bf16
             values = (random.standard_normal(o.shape).astype(f32).view(np.uint32) >> 16 << 16).view(f32)
             return values, o.pack(values.view(np.uint32) >> 16)
+        if o.dtype == np.float16:
+            values = random.standard_normal(o.shape).astype(np.float16)
+            return values, o.pack(values)
         values = random.integers(np.iinfo(o.dtype).min, np.iinfo(o.dtype).max + 1, o.shape)
         return values, o.pack(values)
 

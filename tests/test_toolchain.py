@@ -591,6 +591,8 @@ def test_a_kernel_that_is_not_for_a_target_says_why_and_is_not_compiled():
     assert toolchain.absence(wgmma, "sm_90a") is None
     assert toolchain.absence(Source("prefill_gemm/4_tensor_cores.cu"), "gfx942") is None
     assert toolchain.survey([wgmma], ["gfx942", "sm_80"]) == []
+    panels = Source("grouped_gemm/5_panels.cu")
+    assert "written for mma.sync" in toolchain.absence(panels, "gfx942") and toolchain.absence(panels, "sm_80") is None
 
 
 @pytest.mark.parametrize("name", ["90a", "sm", "cpu", ""])

@@ -55,6 +55,30 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   return pair;
 }
 
+// The same as f16, and arithmetic on such pairs.
+__device__ __forceinline__ uint32_t half_pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ uint32_t half2_add(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+__device__ __forceinline__ uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
+__device__ __forceinline__ uint4 load_once(const void *p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
 #define GPU_MMA_16832(name, types)                                                              \
   __device__ __forceinline__ void name(int d[4], const uint32_t a[4], const uint32_t b[2]) {    \
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 "                         \
@@ -67,12 +91,16 @@ GPU_MMA_16832(mma_m16n8k32_u8s8, "u8.s8")
 GPU_MMA_16832(mma_m16n8k32_s8u8, "s8.u8")
 #undef GPU_MMA_16832
 
-__device__ __forceinline__ void mma_m16n8k16_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+#define GPU_MMA_16816(name, type)                                                               \
+  __device__ __forceinline__ void name(float d[4], const uint32_t a[4], const uint32_t b[2]) {  \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                 \
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                        \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));           \
+  }
+GPU_MMA_16816(mma_m16n8k16_bf16, "bf16")
+GPU_MMA_16816(mma_m16n8k16_f16, "f16")
+#undef GPU_MMA_16816
 
 __device__ __forceinline__ void copy_async(void *shared, const void *global, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),

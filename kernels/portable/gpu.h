@@ -7,7 +7,9 @@
 //   GPU_FULL_MASK                      mask of a whole wave for shuffles and votes, of type gpu_mask (32 or 64 bits)
 //   GPU_DYNAMIC_SHARED(T, name)        declares the launch's dynamic shared memory as T *name, 16-byte aligned
 //   half_to_float, float_to_half, bf16_to_float, float_to_bf16    both 16-bit formats are stored as uint16_t
-//   bf16_pair(low, high)               two numbers as bf16 in 32 bits
+//   bf16_pair(low, high), half_pair(low, high)    two numbers as bf16 or as f16 in 32 bits
+//   half2_add(a, b), half2_fma(a, b, c)           arithmetic on such pairs of f16
+//   load_once(p)                       16 bytes of global memory that nobody reads again: they need no place in a cache
 //   fast_exp2(x), fast_reciprocal(x)   2^x and 1 / x by the hardware's instruction, to about 2 ulp; a subnormal x or
 //                                      result may be taken for 0
 //   copy_async(shared, global, there)  16 bytes into shared memory, or 16 zeros; copy_commit() ends a group of copies,

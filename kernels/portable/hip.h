@@ -226,6 +226,22 @@ GPU_DEVICE_INLINE uint16_t float_to_bf16(float f) {
 GPU_DEVICE_INLINE uint32_t bf16_pair(float low, float high) {
   return float_to_bf16(low) | uint32_t(float_to_bf16(high)) << 16;
 }
+GPU_DEVICE_INLINE uint32_t half_pair(float low, float high) {
+  return float_to_half(low) | uint32_t(float_to_half(high)) << 16;
+}
+typedef _Float16 gpu_half2 __attribute__((ext_vector_type(2)));
+GPU_DEVICE_INLINE uint32_t half2_add(uint32_t a, uint32_t b) {
+  return __builtin_bit_cast(uint32_t, __builtin_bit_cast(gpu_half2, a) + __builtin_bit_cast(gpu_half2, b));
+}
+GPU_DEVICE_INLINE uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(gpu_half2, a),
+                                                                __builtin_bit_cast(gpu_half2, b),
+                                                                __builtin_bit_cast(gpu_half2, c)));
+}
+GPU_DEVICE_INLINE uint4 load_once(const void *p) {
+  const gpu_uint4 v = __builtin_nontemporal_load(static_cast<const gpu_uint4 *>(p));
+  return {v[0], v[1], v[2], v[3]};
+}
 
 // ---- matrix instructions, 64 lanes ----
 

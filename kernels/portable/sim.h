@@ -157,11 +157,22 @@ inline uint16_t float_to_bf16(float x) {
 }
 
 inline uint32_t bf16_pair(float low, float high) { return float_to_bf16(low) | uint32_t(float_to_bf16(high)) << 16; }
+inline uint32_t half_pair(float low, float high) { return float_to_half(low) | uint32_t(float_to_half(high)) << 16; }
+// Sums and products of f16 are exact in float, or as good as a GPU's one rounding.
+inline uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  const auto one = [=](int shift) {
+    return std::fma(half_to_float(uint16_t(a >> shift)), half_to_float(uint16_t(b >> shift)),
+                    half_to_float(uint16_t(c >> shift)));
+  };
+  return half_pair(one(0), one(16));
+}
+inline uint32_t half2_add(uint32_t a, uint32_t b) { return half2_fma(a, 0x3c003c00, b); }
 
 // ---- memory ----
 
 template <class T> T __ldg(const T *p) { return *p; }
 template <class T> T __ldcs(const T *p) { return *p; }
+inline uint4 load_once(const void *p) { return *static_cast<const uint4 *>(p); }
 template <class T> void __stcs(T *p, T value) { *p = value; }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
@@ -263,9 +274,11 @@ namespace sim {
 
 // Element types of operands: what a register's bits stand for.
 struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
 inline int number(int8_t x) { return x; }
 inline int number(uint8_t x) { return x; }
 inline double number(bf16 x) { return bf16_to_float(x.bits); }
+inline double number(f16 x) { return half_to_float(x.bits); }
 
 // Index of every lane's every element in its matrix, in row order.
 template <const fragments::Operand &operand> struct Layout {
@@ -278,7 +291,7 @@ template <const fragments::Operand &operand> struct Layout {
 };
 
 // D += A B, one lane's part. Integer sums are exact, and one that does not fit into int is a fault (a GPU wraps).
-// Products of bf16 are added up in double and rounded once; a GPU may round differently in the last place.
+// Products of bf16 or f16 are added up in double and rounded once; a GPU may round differently in the last place.
 template <const fragments::Instruction &instruction, class TA, class TB, class TD, class Register>
 void multiply(TD *d, const Register *a, const Register *b, Place place) {
   static constexpr int M = instruction.M, N = instruction.N, K = instruction.K;
@@ -339,6 +352,7 @@ SIM_MATRIX(mma_m16n8k32_s8, int8_t, int8_t, int, uint32_t)
 SIM_MATRIX(mma_m16n8k32_u8s8, uint8_t, int8_t, int, uint32_t)
 SIM_MATRIX(mma_m16n8k32_s8u8, int8_t, uint8_t, int, uint32_t)
 SIM_MATRIX(mma_m16n8k16_bf16, sim::bf16, sim::bf16, float, uint32_t)
+SIM_MATRIX(mma_m16n8k16_f16, sim::f16, sim::f16, float, uint32_t)
 SIM_MATRIX_64(mfma_i32_16x16x32_i8, int8_t, int)
 SIM_MATRIX_64(mmac_i32_16x16x32_i8, int8_t, int)
 SIM_MATRIX_64(mfma_f32_16x16x16_bf16, sim::bf16, float)

@@ -112,49 +112,72 @@ WGMMA_REGISTERS(wgmma_m64n64k32_u8s8_registers, "u8.s8")
 #undef WGMMA_SUMS
 #undef WGMMA_SUMS_64
 
-// bf16, with A in registers as A of mma_m16n8k16_bf16: d [64 x n] += A B, 16 k, n being 2 sums of a lane each.
+// bf16 or f16, with A in registers as A of mma_m16n8k16_bf16: d [64 x n] += A B, 16 k, n being 2 sums of a lane each.
 template <int sums> __device__ __forceinline__ void wgmma_arrived(float (&d)[sums]) {
 #pragma unroll
   for (int i = 0; i < sums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 #define WGMMA_TEN(t) ", %" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
-#define WGMMA_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WGMMA_4 "%0, %1, %2, %3"
+#define WGMMA_8 WGMMA_4 ", %4, %5, %6, %7"
 #define WGMMA_16 WGMMA_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_24 WGMMA_8 ", %8, %9" WGMMA_TEN(1) ", %20, %21, %22, %23"
 #define WGMMA_32 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) ", %30, %31"
+#define WGMMA_48 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_64 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) ", %60, %61, %62, %63"
+#define WGMMA_88                                                                                                      \
+  WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6) WGMMA_TEN(7)       \
+      ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_128                                                                                                     \
   WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6) WGMMA_TEN(7)       \
       WGMMA_TEN(8) WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define WGMMA_OUT_8(i)                                                                                                \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),         \
-      "+f"(d[i + 7])
+#define WGMMA_OUT_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_OUT_8(i) WGMMA_OUT_4(i), WGMMA_OUT_4(i + 4)
 #define WGMMA_OUT_16(i) WGMMA_OUT_8(i), WGMMA_OUT_8(i + 8)
+#define WGMMA_OUT_24(i) WGMMA_OUT_16(i), WGMMA_OUT_8(i + 16)
 #define WGMMA_OUT_32(i) WGMMA_OUT_16(i), WGMMA_OUT_16(i + 16)
+#define WGMMA_OUT_48(i) WGMMA_OUT_32(i), WGMMA_OUT_16(i + 32)
 #define WGMMA_OUT_64(i) WGMMA_OUT_32(i), WGMMA_OUT_32(i + 32)
+#define WGMMA_OUT_88(i) WGMMA_OUT_64(i), WGMMA_OUT_24(i + 64)
 #define WGMMA_OUT_128(i) WGMMA_OUT_64(i), WGMMA_OUT_64(i + 64)
-#define WGMMA_BF16(n, sums, a, b)                                                                                     \
-  __device__ __forceinline__ void wgmma_bf16(float (&d)[sums], const uint32_t (&A)[4], uint64_t B) {                  \
+#define WGMMA_16_BIT(name, type, n, sums, a, b)                                                                       \
+  __device__ __forceinline__ void name(float (&d)[sums], const uint32_t (&A)[4], uint64_t B) {                        \
     asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n                       \
-                 "k16.f32.bf16.bf16 {" WGMMA_##sums "}, {" a "}, " b ", p, 1, 1, 0;\n}"                               \
+                 "k16.f32." type " {" WGMMA_##sums "}, {" a "}, " b ", p, 1, 1, 0;\n}"                                \
                  : WGMMA_OUT_##sums(0) : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B));                         \
   }
-WGMMA_BF16(16, 8, "%8, %9, %10, %11", "%12")
-WGMMA_BF16(32, 16, "%16, %17, %18, %19", "%20")
-WGMMA_BF16(64, 32, "%32, %33, %34, %35", "%36")
-WGMMA_BF16(128, 64, "%64, %65, %66, %67", "%68")
-WGMMA_BF16(256, 128, "%128, %129, %130, %131", "%132")
-#undef WGMMA_BF16
+#define WGMMA_BOTH(n, sums, a, b)                                                                                     \
+  WGMMA_16_BIT(wgmma_bf16, "bf16.bf16", n, sums, a, b) WGMMA_16_BIT(wgmma_f16, "f16.f16", n, sums, a, b)
+WGMMA_BOTH(8, 4, "%4, %5, %6, %7", "%8")
+WGMMA_BOTH(16, 8, "%8, %9, %10, %11", "%12")
+WGMMA_BOTH(32, 16, "%16, %17, %18, %19", "%20")
+WGMMA_BOTH(48, 24, "%24, %25, %26, %27", "%28")
+WGMMA_BOTH(64, 32, "%32, %33, %34, %35", "%36")
+WGMMA_BOTH(96, 48, "%48, %49, %50, %51", "%52")
+WGMMA_BOTH(128, 64, "%64, %65, %66, %67", "%68")
+WGMMA_BOTH(176, 88, "%88, %89, %90, %91", "%92")
+WGMMA_BOTH(256, 128, "%128, %129, %130, %131", "%132")
+#undef WGMMA_BOTH
+#undef WGMMA_16_BIT
 #undef WGMMA_OUT_128
+#undef WGMMA_OUT_88
 #undef WGMMA_OUT_64
+#undef WGMMA_OUT_48
 #undef WGMMA_OUT_32
+#undef WGMMA_OUT_24
 #undef WGMMA_OUT_16
 #undef WGMMA_OUT_8
+#undef WGMMA_OUT_4
 #undef WGMMA_128
+#undef WGMMA_88
 #undef WGMMA_64
+#undef WGMMA_48
 #undef WGMMA_32
+#undef WGMMA_24
 #undef WGMMA_16
 #undef WGMMA_8
+#undef WGMMA_4
 #undef WGMMA_TEN
 
 #endif

@@ -5,7 +5,7 @@ element's index within its lane. The maps are written that way, least significan
 reads bit 0 from lane bit 2, ..., bit 3 from element bit 2. Pure data: the simulator's instructions (through
 `header`), the packing of operands, the tokens that the steps of P V own and the figures all derive from it.
 
-A is M x K, B is K x N, D is M x N. An element is a byte of an int8 operand, 16 bits of a bf16 one, 32 of D.
+A is M x K, B is K x N, D is M x N. An element is a byte of an int8 operand, 16 bits of a bf16 or f16 one, 32 of D.
 """
 
 from dataclasses import dataclass, field
@@ -208,14 +208,19 @@ def _mma_m16n8k32(a, b):
                        D=Operand("l2 l3 l4 e1", "e0 l0 l1", np.int32))
 
 
+def _mma_m16n8k16(name, dtype):
+    return Instruction(f"mma_m16n8k16_{name}", f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32",
+                       A=Operand("l2 l3 l4 e1", "e0 l0 l1 e2", dtype),
+                       B=Operand("e0 l0 l1 e1", "l2 l3 l4", dtype),
+                       D=Operand("l2 l3 l4 e1", "e0 l0 l1", np.float32))
+
+
 INSTRUCTIONS = {i.name: i for i in (
     _mma_m16n8k32("s8", "s8"),
     _mma_m16n8k32("u8", "s8"),
     _mma_m16n8k32("s8", "u8"),
-    Instruction("mma_m16n8k16_bf16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
-                A=Operand("l2 l3 l4 e1", "e0 l0 l1 e2", np.uint16),
-                B=Operand("e0 l0 l1 e1", "l2 l3 l4", np.uint16),
-                D=Operand("l2 l3 l4 e1", "e0 l0 l1", np.float32)),
+    _mma_m16n8k16("bf16", np.uint16),
+    _mma_m16n8k16("f16", np.float16),
     # CDNA3: a lane holds eight neighbouring k of one row of A and of one column of B, and four rows of D.
     Instruction("mfma_i32_16x16x32_i8", "v_mfma_i32_16x16x32_i8",
                 A=Operand("l0 l1 l2 l3", "e0 e1 e2 l4 l5", np.int8),

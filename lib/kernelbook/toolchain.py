@@ -822,6 +822,8 @@ def absence(source: Source, target: str) -> str | None:
     """Why `source` has no kernel on `target`; None where it has."""
     if "wgmma.h" in source.headers and target != "sm_90a":
         return "written for wgmma, the instructions of a warpgroup, which sm_90a alone has"
+    if "panels.h" in source.headers and target.startswith("gfx"):
+        return "written for mma.sync, whose operands panels are laid out for; AMD's matrix instructions take others"
     return None
 
 

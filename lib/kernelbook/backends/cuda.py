@@ -3,6 +3,10 @@
 What CuPy gives alike on AMD GPUs, `backends.hip` takes from here.
 """
 
+import ctypes
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
 from kernelbook import toolchain
@@ -11,6 +15,10 @@ from kernelbook.backends.source import BackendUnavailable, Source
 DEFAULT_SHARED = 48 << 10
 """Bytes of dynamic shared memory that a kernel may have without being told so before its launch."""
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
+
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64  # of CUtensorMap in cuda.h; below, values of its enumerations
+TENSOR_MAP_TYPES = {"uint8": 0, "uint16": 1, "float16": 6, "float32": 7}
+SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
 
 
 class CupyBackend:
@@ -109,6 +117,44 @@ class CudaBackend(CupyBackend):
     def _module(self, source) -> "CudaModule":
         return CudaModule(self, source)
 
+    def tensor_map(self, array, box: tuple[int, int], *, swizzled: bool = True) -> np.void:
+        """How bulk copies are told of a matrix on the device: a CUtensorMap, for a kernel's parameter of 128 bytes.
+
+        array: [rows, columns], contiguous, of uint8, uint16, float16 or float32; it must live as long as launches use
+        the map. box: rows and columns that a copy moves, at most 256 each; beyond the matrix it reads 0.
+        swizzled: in shared memory the 16-byte parts of the box's rows, which then have at most 128 bytes, are exchanged
+        as warpgroup instructions read them.
+        Raises ValueError where the driver refuses: a row, or the address, that is no multiple of 16 bytes, or such a
+        box. BackendUnavailable where it is too old for Hopper.
+        """
+        rows, columns = array.shape
+        room = (ctypes.c_uint8 * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGN))()
+        at = -(-ctypes.addressof(room) // TENSOR_MAP_ALIGN) * TENSOR_MAP_ALIGN
+
+        def numbers(kind, *values):
+            return (kind * len(values))(*values)
+        answer = _encode_tiled()(
+            ctypes.c_void_p(at), ctypes.c_int(TENSOR_MAP_TYPES[str(array.dtype)]), ctypes.c_uint32(2),
+            ctypes.c_void_p(self.pointer(array)), numbers(ctypes.c_uint64, columns, rows),
+            numbers(ctypes.c_uint64, columns * array.itemsize), numbers(ctypes.c_uint32, box[1], box[0]),
+            numbers(ctypes.c_uint32, 1, 1), ctypes.c_int(0), ctypes.c_int(SWIZZLE_128B if swizzled else 0),
+            ctypes.c_int(L2_PROMOTION_256B), ctypes.c_int(0))
+        if answer:
+            raise ValueError(f"the driver makes no map of boxes {box} of a {array.dtype} matrix {array.shape} at "
+                             f"{self.pointer(array):#x}: cuTensorMapEncodeTiled gives CUresult {answer}; rows and the "
+                             "address must be multiples of 16 bytes, and a box's sizes at most 256")
+        return np.frombuffer(ctypes.string_at(at, TENSOR_MAP_BYTES), f"V{TENSOR_MAP_BYTES}")[0]
+
+
+@functools.cache
+def _encode_tiled() -> Callable:
+    """cuTensorMapEncodeTiled, which neither CuPy nor the runtime has."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise BackendUnavailable("the NVIDIA driver makes no tensor maps, which bulk copies of boxes need "
+                                 f"({error}); it must be one of CUDA 12 or later") from error
+
 
 def _without_devices(runtime, error) -> str:
     """Why the driver lists no devices. CUDA has one error for a driver that is too old and for none at all."""
@@ -150,8 +196,14 @@ class CupyKernel:
                 raise TypeError(f"{self.name}: argument {i} is a {type(value).__name__}; expected an array on the "
                                 "device, a NumPy scalar such as np.int32(4), or None")
         self._allow(shared)
-        pointers = [np.uint64(0) if value is None else value for value in args]
-        self._function(tuple(grid), tuple(block), pointers, shared_mem=shared)
+        self._function(tuple(grid), tuple(block), [_launchable(value) for value in args], shared_mem=shared)
+
+
+def _launchable(value):
+    """An argument as CuPy takes it, which knows structures by value as arrays of NumPy."""
+    if value is None:
+        return np.uint64(0)
+    return np.asarray(value) if isinstance(value, np.void) else value
 
 
 class CudaKernel(CupyKernel):

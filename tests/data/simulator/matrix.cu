@@ -11,6 +11,7 @@ MMA(mma_m16n8k32_s8, int)
 MMA(mma_m16n8k32_u8s8, int)
 MMA(mma_m16n8k32_s8u8, int)
 MMA(mma_m16n8k16_bf16, float)
+MMA(mma_m16n8k16_f16, float)
 
 #define MFMA(name, T)                                                                                 \
   extern "C" __global__ void name##_tile(const uint64_t *a, const uint64_t *b, T *d, int a_registers) {   \

@@ -1,0 +1,61 @@
+// Bulk copies (sm_90): one thread asks, the hardware copies into shared memory and tells a PhaseBarrier how many bytes came.
+// Blocks of a cluster may share what one of them asks for. There is no simulated form.
+#pragma once
+#include "wgmma.h"
+#if GPU_HAS_WGMMA
+
+// A matrix in memory and the boxes that are copied of it, as cuTensorMapEncodeTiled describes them: a __grid_constant__
+// parameter of the kernel.
+struct alignas(64) TensorMap { uint64_t words[16]; };
+
+__device__ __forceinline__ uint32_t shared_address(const void *shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
+
+// This thread's arrival; the phase also waits for `bytes` of copies.
+__device__ __forceinline__ void arrive_expecting(PhaseBarrier &barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier.address()), "r"(bytes) : "memory");
+}
+// What L2 is to do with lines that come through it: to give up first those that nobody reads again.
+__device__ __forceinline__ uint64_t cache_policy(bool read_again) {
+  uint64_t once, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(normal));
+  return read_again ? normal : once;
+}
+// Addresses and bytes: multiples of 16.
+__device__ __forceinline__ void copy_bulk(void *shared, const void *global, int bytes, PhaseBarrier &barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(barrier.address()), "l"(policy) : "memory");
+}
+// The box whose first element is (column, row); what lies outside of the matrix is 0. To all `blocks` of the cluster, at
+// the same place of each one's shared memory, and each one's barrier is told.
+template <int blocks>
+__device__ __forceinline__ void copy_box(void *shared, const TensorMap &map, int column, int row, PhaseBarrier &barrier) {
+  if constexpr (blocks == 1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(shared_address(shared)), "l"(&map), "r"(column), "r"(row), "r"(barrier.address()) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(shared_address(shared)), "l"(&map), "r"(column), "r"(row), "r"(barrier.address()),
+                 "h"((uint16_t)((1 << blocks) - 1)) : "memory");
+  }
+}
+// Where the map lies is needed soon.
+__device__ __forceinline__ void prefetch_map(const TensorMap &map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Barriers that were set up become visible to copies and to the other blocks; a barrier of all their threads must follow.
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// All threads of all blocks of the cluster meet. It orders no memory but what fences before it do.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// An arrival at the barrier that lies at the same place of another block of the cluster, or of this one.
+__device__ __forceinline__ void arrive_at(PhaseBarrier &barrier, int rank) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+               ::"r"(barrier.address()), "r"(rank) : "memory");
+}
+
+#endif

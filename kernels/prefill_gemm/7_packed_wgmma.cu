@@ -1,0 +1,352 @@
+// 7. Weights in panels (kernelbook.packing), brought by bulk copies; two blocks share the activations that either brings.
+//
+// What holds 5_wgmma.cu back is not products: a warpgroup spends its time on addresses of 16-byte copies, half of L2's
+// bandwidth goes to activations that the neighbouring block reads too, and a weight takes eight instructions. Here one
+// warp asks for x, and three for w. A panel is what one warp has of operand A: the lane's codes are 16 bytes, read without bank
+// conflicts and without a shuffle, and a pair of weights takes three instructions, f16(code * scale), rounded once (bf16:
+// scale and product, each rounded). Blocks of a cluster have neighbouring rows of w and the same tokens: each asks for
+// its part of a box of x, and both get it.
+//
+// A warpgroup turns the codes of some columns into weights while its products of those before run, and the warpgroups
+// drift apart. Activations and weights have stages of their own: a chunk of a panel has 128 columns, too many of x.
+//
+// Cut tiles are put together as handover.h has it: what a block gives to another it has at the beginning.
+//
+// Predicted: 17408 x 5120, M = 512, either precision: as fast as cuBLAS on bf16 weights, to 3%; both draw all the power
+// there is. M = 8 to 32: 6 us to begin, to hand over and to end, and beside these 80% of the read ceiling.
+//
+// There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
+//
+//   CODE_BITS    8 or 4
+//   BF16         1: x is bf16, 0: f16
+//   GROUPS       warpgroups of a block that multiply
+//   PARTS        so many of them have the same rows, and stages of w in turns
+//   BANDS        of 64 rows of w, that each of them has
+//   TILE_TOKENS  rows of x in a tile of the product: 8, 16, 32, 48, 64, 96, 128, 176 or 256
+//   X_STAGES     steps of 64 columns of x in shared memory
+//   W_STAGES     stages of w there
+//   W_CHUNKS     of each of them: what one copy brings of a panel
+//   AHEAD        groups of 32 columns that become weights at a time: 1 or 2
+//   CLUSTER      blocks that share x, each by a multiple of 8 tokens
+//   BF16_OUT     1: out is bf16, 0: float
+#include "bulk.h"
+#include "handover.h"
+
+#if GPU_HAS_WGMMA
+
+constexpr int kMultiplying = 128 * GROUPS, kThreads = kMultiplying + 128;
+constexpr int kPlaces = GROUPS / PARTS;                          // groups with rows of their own
+constexpr int kPanelRows = 16, kChunk = 128, kScaleBytes = 128;  // as kernelbook/packing.py has them
+constexpr int kPanels = 4 * BANDS * kPlaces;                     // of a tile: one for each warp and band
+constexpr int kRows = kPanelRows * kPanels;
+constexpr int kCodeBytes = kPanelRows * kChunk * CODE_BITS / 8, kChunkBytes = kCodeBytes + kScaleBytes;
+constexpr int kStep = 64;               // columns of x in a stage: 128 bytes, what a swizzle spans
+constexpr int kWidth = 2 * kStep;       // bytes
+constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
+constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
+constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
+static_assert(kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0 && GROUPS % PARTS == 0);
+// A part keeps its last stage of x until it has its next one, and a parity only tells one phase from the next.
+static_assert(X_STAGES > kChunk / kStep * W_CHUNKS * (PARTS - 1) + 1 && W_STAGES >= PARTS);
+static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
+
+// Registers of a thread. A block has what it is launched with, 65536 / kThreads each, rounded down to a multiple of 8: what
+// the threads that multiply take, those that copy must have given.
+constexpr int kMultiplyRegisters = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232, kCopyRegisters = GROUPS < 3 ? 40 : 32;
+
+struct Block {
+  alignas(1024) uint16_t x[X_STAGES][TILE_TOKENS][kStep];
+  alignas(128) uint8_t w[W_STAGES][kPanels][W_CHUNKS * kChunkBytes];
+#if PARTS > 1
+  float4 of_parts[PARTS - 1][kPlaces][BANDS * kSums / 4][128];
+#endif
+  PhaseBarrier x_full[X_STAGES], x_empty[X_STAGES], w_full[W_STAGES], w_empty[W_STAGES];
+};
+static_assert(sizeof(Block) + 1024 <= 227 << 10, "a block has 227 KB, and 1 KB of them aligns it");
+
+// Where a thread stands in a ring of stages. Who fills them waits for an empty one with the parity before: of a new barrier
+// that phase counts as ended.
+template <int stages> struct Turn {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void set(int turns) { stage = turns % stages, parity = turns / stages & 1; }
+  __device__ __forceinline__ void next() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// ---- codes to weights, two at a time ----
+
+__device__ __forceinline__ uint32_t bf16_add(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+__device__ __forceinline__ uint32_t scaled(uint32_t codes, uint32_t scale) {
+  uint32_t product;
+  if constexpr (BF16) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(codes), "r"(scale));
+  else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(codes), "r"(scale));
+  return product;
+}
+// a & b | c, in one instruction
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// Of a lane's two rows, each twice.
+struct Scales { uint32_t row[2]; };
+__device__ __forceinline__ Scales scales_of(uint32_t halves) {
+  if constexpr (BF16) {
+    const float low = half_to_float(uint16_t(halves)), high = half_to_float(uint16_t(halves >> 16));
+    return {bf16_pair(low, low), bf16_pair(high, high)};
+  } else {
+    return {__byte_perm(halves, 0, 0x1010), __byte_perm(halves, 0, 0x3232)};
+  }
+}
+// A step of 16 columns from its codes. A code's bits are put below those of 1024 (f16) or 128 (bf16), whose last place is
+// worth 1, or of 64, worth 1/16 each: what is taken off then is exact.
+__device__ __forceinline__ void weights_of(uint32_t (&weights)[4], const uint32_t (&codes)[CODE_BITS / 4], const Scales &scales) {
+  unrolled<4>([&](auto p) {
+    uint32_t pair;
+    if constexpr (CODE_BITS == 8) {
+      const uint32_t bytes = __byte_perm(codes[p.value / 2], 0x64646464u, p.value % 2 ? 0x4342 : 0x4140);
+      pair = half2_add(bytes, 0xe480e480u);  // - 1024 - 128
+    } else if constexpr (BF16) {
+      pair = bf16_add(and_or(codes[0] >> 4 * p.value, 0x000f000fu, 0x43004300u), 0xc308c308u);  // - 128 - 8
+    } else if constexpr (p.value % 2 == 0) {
+      pair = half2_add(and_or(codes[0] >> 4 * p.value, 0x000f000fu, 0x64006400u), 0xe408e408u);  // - 1024 - 8
+    } else {  // its nibble four bits higher: 1024 + 16 (code + 8)
+      pair = half2_fma(and_or(codes[0] >> 4 * (p.value - 1), 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
+    }
+    weights[p.value] = scaled(pair, scales.row[p.value % 2]);
+  });
+}
+
+__device__ __forceinline__ void multiply(float (&sums)[kSums], const uint32_t (&weights)[4], uint64_t x) {
+  if constexpr (BF16) wgmma_bf16(sums, weights, x);
+  else wgmma_f16(sums, weights, x);
+}
+
+#if PARTS > 1
+// Makes `own` the sum over all parts, in order, and returns true in the first; in others returns false.
+__device__ __forceinline__ bool gather_parts(float (&own)[BANDS * kSums], Block &block, int part, int place, int lane) {
+  const auto barrier = [&] { group_barrier<128 * PARTS>(1 + GROUPS + place); };
+  if (part > 0) {
+    unrolled<BANDS * kSums / 4>([&](auto i) {
+      const float *four = own + 4 * i.value;
+      block.of_parts[part - 1][place][i.value][lane] = make_float4(four[0], four[1], four[2], four[3]);
+    });
+  }
+  barrier();
+  if (part == 0) {
+    unrolled<PARTS - 1>([&](auto other) {
+      unrolled<BANDS * kSums / 4>([&](auto i) {
+        const float4 four = block.of_parts[other.value][place][i.value][lane];
+        float *to = own + 4 * i.value;
+        to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
+      });
+    });
+  }
+  barrier();  // read
+  return part == 0;
+}
+#endif
+
+#if BF16_OUT
+using Out = uint16_t;
+#else
+using Out = float;
+#endif
+__device__ __forceinline__ void put(float &to, float sum) { to = sum; }
+__device__ __forceinline__ void put(uint16_t &to, float sum) { to = float_to_bf16(sum); }
+
+#if CLUSTER > 1
+#define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define OF_CLUSTER
+#endif
+
+// out [M][N] of x [M][K], by its map of boxes of kShare x 64, and w [N / 16][K / 128] chunks of panels, rounded up; rows
+// of w beyond N and columns beyond K count as 0. sums, there, whole: see handover.h; a step is a chunk, a range a cluster's.
+// Grid: as many blocks as run at once, or fewer, whole clusters; block: 32 x 4 (GROUPS + 1).
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(kThreads, 1)
+packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x, Out *__restrict__ out, float4 *sums_left,
+             int *there, int M, int N, int K, int whole) {
+  GPU_DYNAMIC_SHARED(char, unaligned);
+  const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
+  Block &block = *reinterpret_cast<Block *>(unaligned + (1024 - misaligned) % 1024);
+  // The first 4 GROUPS warps multiply. Handed around, a warp's number is not read from the special register over and over.
+  const unsigned lane = threadIdx.x, warp = __shfl_sync(GPU_FULL_MASK, threadIdx.y, 0);
+  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
+  const int token_tiles = (M + TILE_TOKENS - 1) / TILE_TOKENS, row_tiles = (N + CLUSTER * kRows - 1) / (CLUSTER * kRows);
+  const int chunks = (K + kChunk - 1) / kChunk;
+  const auto row_tile_of = [&](const Work &work) { return work.tile / token_tiles * CLUSTER + rank; };
+  const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole); };
+  Work work;
+
+  if (warp == 4 * GROUPS && lane == 0) prefetch_map(x);
+  if (warp == 0 && lane == 0) {
+    for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
+    for (PhaseBarrier &barrier : block.x_empty) barrier.init(4 * kPlaces * CLUSTER);  // the other block's warps, too
+    for (PhaseBarrier &barrier : block.w_full) barrier.init(kCopying);
+    for (PhaseBarrier &barrier : block.w_empty) barrier.init(4 * kPlaces);
+    publish_barriers();
+  }
+  if constexpr (CLUSTER > 1) cluster_barrier();
+  else __syncthreads();
+
+  if (warp / 4 == GROUPS) {
+    if constexpr (GROUPS > 1) give_registers<kCopyRegisters>();
+    if (warp % 4 == 0 && lane == 0) {  // x
+      Ranges range = own_range();
+      Turn<X_STAGES> x_turn;
+      while (range.next(work)) {
+        const int token = work.tile % token_tiles * TILE_TOKENS + rank * kShare;
+#pragma unroll 1
+        for (int column = work.first * kChunk; column < work.end * kChunk; column += kStep) {
+          PhaseBarrier &full = block.x_full[x_turn.stage];
+          block.x_empty[x_turn.stage].wait(x_turn.parity ^ 1);
+          arrive_expecting(full, TILE_TOKENS * kWidth);
+          copy_box<CLUSTER>(block.x[x_turn.stage][rank * kShare], x, column, token, full);
+          x_turn.next();
+        }
+      }
+    }
+    if (warp % 4 > 0) {  // w, a lane each panel
+      const int panels = (N + kPanelRows - 1) / kPanelRows, mine = lane * kCopying + warp % 4 - 1;
+      const uint64_t policy = cache_policy(token_tiles > 1);
+      Ranges range = own_range();
+      Turn<W_STAGES> w_turn;
+      while (range.next(work)) {
+        const int first = row_tile_of(work) * kPanels, count = min(max(panels - first, 0), kPanels);
+        const int copies = max(count - warp % 4 + kCopying, 0) / kCopying;  // of this warp
+        const uint8_t *from = w + ((size_t)(first + mine) * chunks + work.first) * kChunkBytes;
+#pragma unroll 1
+        for (int chunk = work.first; chunk < work.end; chunk += W_CHUNKS) {
+          const int bytes = min(W_CHUNKS, work.end - chunk) * kChunkBytes;
+          PhaseBarrier &full = block.w_full[w_turn.stage];
+          block.w_empty[w_turn.stage].wait(w_turn.parity ^ 1);
+          if (lane == 0) arrive_expecting(full, copies * bytes);
+          __syncwarp();
+          if (mine < count) copy_bulk(block.w[w_turn.stage][mine], from, bytes, full, policy);
+          from += W_CHUNKS * kChunkBytes;
+          w_turn.next();
+        }
+      }
+    }
+  } else {
+    if constexpr (GROUPS > 1) take_registers<kMultiplyRegisters>();
+    const int group = warp / 4, part = group / kPlaces, place = group % kPlaces;
+    const int first_panel = place * BANDS * 4 + warp % 4;  // of band b: 4 b further
+    const auto release_x = [&](int stage) {
+      if constexpr (CLUSTER == 1) {
+        if (lane == 0) block.x_empty[stage].arrive();
+      } else {
+        if (lane < CLUSTER) arrive_at(block.x_empty[stage], lane);
+      }
+    };
+    Ranges range = own_range();
+    Turn<X_STAGES> x_turn;
+    Turn<W_STAGES> w_turn;
+
+    int x_before = 0, w_before = 0;  // stages of what came before, where a part has to know
+    while (range.next(work)) {
+      const int count = work.end - work.first;
+      float sums[BANDS][kSums] = {};
+      int before = 0;  // the stage of x of the step before
+      int of_stage;
+#pragma unroll 1
+      for (int at = part * W_CHUNKS; at < count; at += of_stage == W_CHUNKS - 1 ? 1 + (PARTS - 1) * W_CHUNKS : 1) {
+        of_stage = at % W_CHUNKS;
+        if (of_stage == 0) {
+          if constexpr (PARTS > 1) x_turn.set(x_before + at * (kChunk / kStep)), w_turn.set(w_before + at / W_CHUNKS);
+          block.w_full[w_turn.stage].wait(w_turn.parity);
+        }
+        const uint8_t *panel = block.w[w_turn.stage][first_panel] + of_stage * kChunkBytes;
+        uint32_t scales[BANDS][4], codes[BANDS][4];
+        unrolled<BANDS>([&](auto b) {
+          read_run<16>(scales[b.value], panel + b.value * 4 * W_CHUNKS * kChunkBytes + kCodeBytes + lane / 4 * 16);
+        });
+        uint32_t x_address;
+        unrolled<4 / AHEAD>([&](auto turn) {
+          constexpr int first_group = turn.value * AHEAD;  // of 32 columns, of the chunk; two have a stage of x
+          if constexpr (first_group % 2 == 0) {
+            block.x_full[x_turn.stage].wait(x_turn.parity);
+            x_address = wgmma_address(block.x[x_turn.stage]);
+          }
+          uint32_t weights[BANDS][2 * AHEAD][4];
+          unrolled<AHEAD * BANDS>([&](auto i) {
+            constexpr int b = i.value % BANDS, ahead = i.value / BANDS, q = first_group + ahead;
+            // 16 bytes of codes are one group of int8, two of int4
+            if constexpr (CODE_BITS == 8 || q % 2 == 0)
+              read_run<16>(codes[b], panel + b * 4 * W_CHUNKS * kChunkBytes + q * CODE_BITS / 8 * 512 + lane * 16);
+            const Scales two = scales_of(scales[b][q]);
+            unrolled<2>([&](auto s) {
+              uint32_t own[CODE_BITS / 4];
+              unrolled<CODE_BITS / 4>([&](auto word) {
+                own[word.value] = codes[b][((CODE_BITS == 4 ? q % 2 * 2 : 0) + s.value) * (CODE_BITS / 4) + word.value];
+              });
+              weights_of(weights[b][2 * ahead + s.value], own, two);
+            });
+          });
+          wgmma_begin();
+          unrolled<2 * AHEAD>([&](auto s) {
+            const uint64_t columns = wgmma_matrix<kWidth>(x_address, (first_group % 2 * 2 + s.value) * 32);
+            unrolled<BANDS>([&](auto b) { multiply(sums[b.value], weights[b.value][s.value], columns); });
+          });
+          wgmma_commit();
+          if constexpr (first_group + AHEAD == 4) {
+            if (of_stage == W_CHUNKS - 1 || at + 1 == count) {  // the stage is in registers, of all lanes
+              if (lane == 0) block.w_empty[w_turn.stage].arrive();
+              w_turn.next();
+            }
+          }
+          wgmma_wait<1>();  // the products before these are done
+          if constexpr (first_group % 2 == 0) {
+            if (first_group > 0 || at > part * W_CHUNKS) release_x(before);
+            before = x_turn.stage;
+          }
+          if constexpr ((first_group + AHEAD) % 2 == 0) x_turn.next();
+        });
+      }
+      wgmma_wait<0>();
+      if (PARTS == 1 || part * W_CHUNKS < count) release_x(before);
+      unrolled<BANDS>([&](auto b) { wgmma_arrived(sums[b.value]); });
+
+      using Sums = float[BANDS * kSums];
+      Sums &all = reinterpret_cast<Sums &>(sums);
+#if PARTS > 1
+      x_before += count * (kChunk / kStep), w_before += (count + W_CHUNKS - 1) / W_CHUNKS;
+      if (!gather_parts(all, block, part, place, warp % 4 * 32 + lane)) continue;
+#endif
+      // Warpgroups with rows of their own: none waits for another.
+      const Handover<BANDS * kSums, CLUSTER * kPlaces> handover{sums_left, there};
+      const int of_cluster = rank * kPlaces + place, thread = warp % 4 * 32 + lane;
+      const auto barrier = [&] { group_barrier<128>(1 + group); };
+      if (range.is_given(work)) {
+        handover.give(all, range.range, of_cluster, thread, barrier);
+        continue;
+      }
+      handover.take(all, range.first_giver(work), range.range, of_cluster, thread, barrier);
+      const int token = work.tile % token_tiles * TILE_TOKENS + lane % 4 * 2;
+      const int first_row = (row_tile_of(work) * kPanels + first_panel) * kPanelRows + lane / 4;
+      unrolled<BANDS>([&](auto b) {
+        const int row = first_row + b.value * 4 * kPanelRows;
+        Out *to = out + (size_t)token * N + row;
+        unrolled<kSums / 4>([&](auto j) {  // tokens + 0, + 1 of 8, rows + 0, + 8
+          unrolled<2>([&](auto i) {
+            const bool is_token = token + j.value * 8 + i.value < M;
+            Out *of_token = to + (i.value ? N : 0);
+            if (is_token && row < N) put(of_token[0], sums[b.value][4 * j.value + i.value]);
+            if (is_token && row + 8 < N) put(of_token[8], sums[b.value][4 * j.value + 2 + i.value]);
+          });
+          to += (size_t)8 * N;
+        });
+      });
+    }
+  }
+  if constexpr (CLUSTER > 1) cluster_barrier();  // copies and arrivals of the other block have come
+}
+
+#endif

@@ -1,0 +1,512 @@
+"""The ladder above the article's grouped GEMM: few rows of activations times weights in panels, at the memory's speed.
+
+    out[m, n] = sum over groups g of  scale[n, g] * (sum over k in g of  x[m, k] * code[n, k])
+
+The weights are `kernelbook.packing.Panels`: exact codes, a float16 scale for 32 columns. The designs, whose names end
+in what activations are on the device, where that is not float32:
+
+    wide_loads                          kernel 4: the article's strips and float arithmetic, enough bytes in flight
+    panels, panels_f16, panels_bf16     kernel 5: matrix instructions on weights in their operands' order; up to 4 rows
+    ring, ring_f16, ring_bf16           kernel 6: one block a multiprocessor, weights come by themselves
+    ranges, ranges_f16, ranges_bf16     kernel 7: no warp waits for another; up to 4 rows that fit into shared memory
+    wgmma_f16, wgmma_bf16               many rows, on Hopper: see `packed_wgmma`
+
+    PackedGemm      a weight on a device, in one of the designs
+    reference       the product in float64 on the same codes
+
+Float32 activations are multiplied as two float16 parts and are as accurate as float sums, see
+kernels/grouped_gemm/panels.h; float16 and bfloat16 activations take half of the products.
+
+Source: grouped_gemm article, sections 2 and 3, and what it left on the table.
+"""
+
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kernelbook import formats, packing
+from kernelbook.backends import Backend, Source
+from kernelbook.ops import grouped_gemm, packed_wgmma
+from kernelbook.ops.checks import check_apart, check_array
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""What activations are on the device; those of bfloat16 are its bits."""
+
+BOUNDS = {"float32": 2e-6, "float16": 5e-4, "bfloat16": 4e-3}
+"""On the relative Frobenius error against float64 on the codes and the float32 activations, by what these become."""
+
+SUFFIXES = {"float32": "", "float16": "_f16", "bfloat16": "_bf16"}
+CODE_BITS = {"int8": 8, "int4": 4}
+MAX_ROWS = 32
+WARPS = 8
+INT32_MAX = 2**31 - 1
+
+SHARED = {"80": 163, "86": 99, "87": 163, "89": 99, "90a": 227, "100": 227, "103": 227, "120": 99, "121": 99}
+"""KiB of shared memory that a block may have, by compute capability."""
+
+
+def shared_limit(backend: Backend) -> int:
+    """Bytes of shared memory that a block may have on a backend."""
+    return SHARED.get(getattr(backend, "arch", "90a"), 99) << 10
+
+
+def _no_mma(backend: Backend) -> str | None:
+    return None if "mma" in backend.matrix else f"it is written for mma.sync, which {backend.device} does not have"
+
+
+def _too_many(m: int, most: int) -> str | None:
+    return f"it takes at most {most} rows, not {m}" if m > most else None
+
+
+# ---------------------------------------------------------------- 4: wide loads
+
+@dataclass(frozen=True)
+class WideDesign:
+    """Kernel 4, on strips. splits: slices of K; None takes as many as run at once."""
+
+    name: str = "wide_loads"
+    splits: int | None = None
+    activations = "float32"
+    bound = BOUNDS["float32"]
+    max_rows = MAX_ROWS
+
+    def source(self, m: int) -> Source:
+        return Source("grouped_gemm/4_wide_loads.cu", {"GROUP": formats.BLOCK, "ROWS": min(_power(m), 4)})
+
+    def sources(self) -> list[Source]:
+        """Every form, for static evidence."""
+        return [self.source(m) for m in (1, 2, 4)]
+
+    def why_not(self, backend: Backend, weights, m: int) -> str | None:
+        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
+        return _too_many(m, self.max_rows)
+
+    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+        """A call of no arguments that launches the product and returns `out`; all is checked. data: codes and scales of
+        strips on the device."""
+        m, n, k = len(x), weights.n, weights.k
+        source = self.source(m)
+        rows = source.defines["ROWS"]
+        tiles, row_tiles = math.ceil(n / formats.LINE), math.ceil(m / rows)
+        at_once = (2 if rows == 1 else 1) * backend.multiprocessors
+        splits = self.splits or max(1, min(at_once // (tiles * row_tiles), k // formats.BLOCK // WARPS))
+        kernel = backend.compile(source).kernel("grouped_gemm_wide")
+        tiles_of_out = tiles * row_tiles
+        pieces, counters = _fixup(backend, 2 * tiles_of_out * splits * 4 * 256 if splits > 1 else 0, tiles_of_out)
+        args = [x, *data, out, pieces, counters, *map(np.int32, (m, n, formats.padded(n), k))]
+
+        def launch():
+            kernel((tiles, row_tiles, splits), (256, 1, 1), args)
+            return out
+        return launch
+
+
+# ---------------------------------------------------------------- 5: panels
+
+@dataclass(frozen=True)
+class PanelsDesign:
+    """Kernel 5. activations: what x is on the device. splits: slices of K; None takes as many as run at once."""
+
+    activations: str
+    splits: int | None = None
+    max_rows = 4
+
+    @property
+    def name(self) -> str:
+        return "panels" + SUFFIXES[self.activations]
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS[self.activations]
+
+    def source(self, precision: str, m: int) -> Source:
+        return Source("grouped_gemm/5_panels.cu", _constants(precision, self.activations, _power(m)))
+
+    def sources(self) -> list[Source]:
+        """Every form, for static evidence."""
+        return [self.source(precision, m) for precision in CODE_BITS for m in (1, 2, 4)]
+
+    def why_not(self, backend: Backend, weights, m: int) -> str | None:
+        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
+        return _too_many(m, self.max_rows) or _no_mma(backend)
+
+    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+        """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
+        m, n, k = len(x), weights.n, weights.k
+        panels, chunks = math.ceil(n / packing.ROWS), math.ceil(k / packing.COLUMNS)
+        splits = self.splits or max(1, min(3 * backend.multiprocessors // panels, chunks // WARPS))
+        kernel = backend.compile(self.source(weights.precision, m)).kernel("grouped_gemm_panels")
+        pieces, counters = _fixup(backend, 2 * panels * splits * 32 * 4 if splits > 1 else 0, panels)
+        args = [data, x, out, pieces, counters, *map(np.int32, (m, n, k))]
+
+        def launch():
+            kernel((panels, splits, 1), (32, WARPS, 1), args)
+            return out
+        return launch
+
+
+# ---------------------------------------------------------------- 6: the ring
+
+@dataclass(frozen=True)
+class RingForm:
+    """How kernel 6 is compiled, but for codes and activations.
+
+    rows: of x. warps: of a block, a panel each. chunks: that a warp takes at a time. slots: of a warp's ring.
+    """
+
+    rows: int
+    warps: int
+    chunks: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """tiles, steps: of the product. blocks: of the launch."""
+
+    form: RingForm
+    tiles: int
+    steps: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class RingDesign:
+    """Kernel 6. activations: what x is on the device.
+
+    form: how it is compiled; None chooses by shape. blocks: of the launch; None takes one a multiprocessor, or fewer.
+    """
+
+    activations: str
+    form: RingForm | None = None
+    blocks: int | None = None
+    max_rows = MAX_ROWS
+
+    @property
+    def name(self) -> str:
+        return "ring" + SUFFIXES[self.activations]
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS[self.activations]
+
+    def source(self, precision: str, form: RingForm) -> Source:
+        return _source("grouped_gemm/6_ring.cu", precision, self.activations, form)
+
+    def sources(self) -> list[Source]:
+        """Every form, for static evidence."""
+        return [self.source(precision, self._form(precision, m, SHARED["90a"] << 10))
+                for precision in CODE_BITS for m in (1, 2, 4, 8, 16, 32)]
+
+    def why_not(self, backend: Backend, weights, m: int) -> str | None:
+        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
+        if not (reason := _too_many(m, self.max_rows) or _no_mma(backend)):
+            try:
+                self.plan(backend, weights, m)
+            except ValueError as error:
+                return str(error)
+        return reason
+
+    def plan(self, backend: Backend, weights, m: int) -> RingPlan:
+        """Raises ValueError for a product of more steps than the kernel counts."""
+        form = self.form or self._form(weights.precision, m, shared_limit(backend))
+        tiles = math.ceil(weights.n / (packing.ROWS * form.warps))
+        steps = math.ceil(weights.k / (packing.COLUMNS * form.chunks))
+        blocks = self.blocks or self._blocks(tiles, steps, backend.multiprocessors)
+        if 2 * blocks * max(tiles, blocks) * steps > INT32_MAX:
+            raise ValueError(f"weights {weights.n} x {weights.k} take {tiles} tiles of {steps} steps; {blocks} blocks "
+                             f"count to {INT32_MAX}")
+        return RingPlan(form, tiles, steps, min(blocks, tiles * steps))
+
+    @staticmethod
+    def _blocks(tiles, steps, multiprocessors):
+        """Of few tiles, as many as make whole ones where that takes no block longer than an even cut, and a step."""
+        if tiles <= multiprocessors:
+            each = multiprocessors // tiles
+            if math.ceil(steps / each) <= math.ceil(tiles * steps / multiprocessors) + 1:
+                return tiles * min(each, steps)
+        return min(multiprocessors, tiles * steps)
+
+    def _form(self, precision: str, m: int, limit: int) -> RingForm:
+        """The form for `m` rows, as measured on the H200: two chunks at a time, but one for 16 rows of 16 bits, and for
+        32 times int4, where two gain little and spill on some targets. Where shared memory is small, one, and fewer
+        warps, so that there are two slots."""
+        rows = _power(m)
+        one = rows == 16 and self.activations != "float32" or rows == 32 and precision == "int4"
+        forms = []
+        for warps, chunks in ((16, 1 if one else 2), (16, 1), (8, 1)):
+            form = RingForm(rows, warps, chunks, 0)
+            fit = max(0, limit - self.shared(precision, form)) // _slot_bytes(precision, form)
+            forms.append(replace(form, slots=min(fit, 6 if chunks == 1 else {16: 3, 32: 2}.get(rows, 4))))
+        return next((form for form in forms if form.slots > 1), forms[-1])
+
+    def shared(self, precision: str, form: RingForm) -> int:
+        """Bytes of dynamic shared memory, as struct Shared of 6_ring.cu has them."""
+        return (_aligned(form.slots * _slot_bytes(precision, form) + 4, 16)
+                + 2 * form.chunks * _slice_bytes(self.activations, form.rows))
+
+    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+        """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
+        plan = self.plan(backend, weights, len(x))
+        form = plan.form
+        kernel = backend.compile(self.source(weights.precision, form)).kernel("grouped_gemm_ring")
+        shared = self.shared(weights.precision, form)
+        of_block = 32 * form.warps * max(4, form.rows // 2)  # of a tile of 8 rows of x a lane has four sums
+        pieces, counters = _fixup(backend, 2 * plan.blocks * of_block, plan.tiles)
+        args = [data, x, out, pieces, counters, *map(np.int32, (len(x), weights.n, weights.k))]
+
+        def launch():
+            kernel((plan.blocks, 1, 1), (32, form.warps, 1), args, shared)
+            return out
+        return launch
+
+
+# ---------------------------------------------------------------- 7: ranges
+
+@dataclass(frozen=True)
+class RangesForm:
+    """How kernel 7 is compiled, but for codes and activations.
+
+    rows: of x. warps: that multiply. chunks: that a warp asks for at a time. slots: of a warp's ring.
+    adders: warps that add up pieces.
+    """
+
+    rows: int
+    warps: int
+    chunks: int
+    slots: int
+    adders: int = 1
+
+
+@dataclass(frozen=True)
+class RangesDesign:
+    """Kernel 7. activations: what x is on the device.
+
+    form: how it is compiled; None chooses by shape. blocks: of the launch; None takes one a multiprocessor, or fewer.
+    """
+
+    activations: str
+    form: RangesForm | None = None
+    blocks: int | None = None
+    max_rows = 4
+
+    @property
+    def name(self) -> str:
+        return "ranges" + SUFFIXES[self.activations]
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS[self.activations]
+
+    def source(self, precision: str, form: RangesForm) -> Source:
+        return _source("grouped_gemm/7_ranges.cu", precision, self.activations, form, ADDERS=form.adders)
+
+    def sources(self) -> list[Source]:
+        """Every form, for static evidence."""
+        return [self.source(precision, self._form(precision, m)) for precision in CODE_BITS for m in (1, 2, 4)]
+
+    def why_not(self, backend: Backend, weights, m: int) -> str | None:
+        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
+        if reason := _too_many(m, self.max_rows) or _no_mma(backend):
+            return reason
+        form = self.form or self._form(weights.precision, m)
+        panels, chunks = math.ceil(weights.n / packing.ROWS), math.ceil(weights.k / packing.COLUMNS)
+        needed, limit = self.shared(weights.precision, form, chunks), shared_limit(backend)
+        if needed > limit:
+            return f"x of {m} x {weights.k} and the rings take {needed} bytes of shared memory; a block has {limit}"
+        if panels * chunks * form.warps > INT32_MAX:
+            return f"weights {weights.n} x {weights.k} have more chunks than the kernel counts"
+        return None
+
+    def _blocks(self, panels, chunks, multiprocessors):
+        """Of few panels, as many as make whole ones, or equal parts, where that takes no block much longer."""
+        if self.blocks:
+            return min(self.blocks, panels * chunks)
+        if panels <= multiprocessors:
+            each = multiprocessors // panels
+            if math.ceil(chunks / each) <= math.ceil(panels * chunks / multiprocessors * 1.1):
+                return panels * min(each, chunks)
+        return min(multiprocessors, panels * chunks)
+
+    @staticmethod
+    def _form(precision: str, m: int) -> RangesForm:
+        """The form for `m` rows, as measured on the H200: two slots of about 2 KB a warp are the fastest throughout."""
+        return RangesForm(_power(m), 16, 2 if precision == "int4" else 1, 2)
+
+    def shared(self, precision: str, form: RangesForm, chunks: int) -> int:
+        """Bytes of dynamic shared memory, as struct Shared of 7_ranges.cu has them. chunks: along K."""
+        return (form.slots * _slot_bytes(precision, form) + 4 * form.warps * 4 * packing.ROWS * form.rows
+                + _aligned(8 * (form.warps + 1) + 4 * form.adders, 16)
+                + chunks * _slice_bytes(self.activations, form.rows))
+
+    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+        """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
+        m, n, k = len(x), weights.n, weights.k
+        form = self.form or self._form(weights.precision, m)
+        panels, chunks = math.ceil(n / packing.ROWS), math.ceil(k / packing.COLUMNS)
+        blocks = self._blocks(panels, chunks, backend.multiprocessors)
+        kernel = backend.compile(self.source(weights.precision, form)).kernel("grouped_gemm_ranges")
+        shared = self.shared(weights.precision, form, chunks)
+        pieces, counters = _fixup(backend, 2 * blocks * 32 * 4, panels)
+        args = [data, x, out, pieces, counters, *map(np.int32, (m, n, k))]
+
+        def launch():
+            kernel((blocks, 1, 1), (32, form.warps + form.adders, 1), args, shared)
+            return out
+        return launch
+
+
+# As panels.h, schedule.h and struct Together have them.
+
+def _source(file, precision, activations, form, **more):
+    return Source(file, _constants(precision, activations, form.rows) | {
+        "WARPS": form.warps, "CHUNKS": form.chunks, "SLOTS": form.slots} | more)
+
+
+def _constants(precision, activations, rows):
+    return {"BITS": CODE_BITS[precision], "ACTIVATIONS": list(DTYPES).index(activations), "ROWS": rows}
+
+
+def _power(m: int) -> int:
+    """The least power of two that is at least `m`: rows that a kernel is compiled for."""
+    return 1 << max(m - 1, 0).bit_length()
+
+
+def _slice_bytes(activations, rows):
+    return _aligned(rows * (packing.COLUMNS * (4 if activations == "float32" else 2) + 4), 16)
+
+
+def _slot_bytes(precision, form):
+    """Of a slot of every warp, and the barriers."""
+    return form.warps * (form.chunks * packing.CHUNK_BYTES[precision] + 8)
+
+
+def _fixup(backend, floats, tiles):
+    """Memory for the pieces of tiles, and a counter each, which kernels leave as they find it: 0."""
+    return backend.empty(max(floats, 4), np.float32), backend.array(np.zeros(tiles, np.int32))
+
+
+def _aligned(size, to):
+    return math.ceil(size / to) * to
+
+
+# ---------------------------------------------------------------- the op
+
+DESIGNS = {design.name: design for design in (
+    WideDesign(), *(kind(dtype) for kind in (PanelsDesign, RingDesign, RangesDesign) for dtype in DTYPES))
+    } | packed_wgmma.DESIGNS
+"""Every design by its name; each has name, activations, bound, max_rows, why_not, prepare and sources, as here."""
+
+
+def sources() -> list[Source]:
+    """Every kernel of the ladder in every form, for static evidence."""
+    return [source for design in DESIGNS.values() for source in design.sources()]
+
+
+@dataclass
+class _OnDevice:
+    """What designs read of a weight, each put on the device when a design first needs it."""
+
+    backend: Backend
+    panels: packing.Panels
+    held: dict = field(default_factory=dict)
+
+    def get(self, design):
+        form = "strips" if isinstance(design, WideDesign) else "panels"
+        if form not in self.held:
+            if form == "strips":
+                strips = packing.unpack(self.panels)
+                self.held[form] = self.backend.array(strips.codes), self.backend.array(strips.scales)
+            else:
+                self.held[form] = self.backend.array(self.panels.data)
+        return self.held[form]
+
+    def clone(self):
+        def again(arrays):
+            return tuple(map(self.backend.array, arrays)) if isinstance(arrays, tuple) else self.backend.array(arrays)
+        return _OnDevice(self.backend, self.panels, {form: again(arrays) for form, arrays in self.held.items()})
+
+
+class PackedGemm:
+    """One weight matrix on a device, and the design that multiplies by it.
+
+    backend: where it runs.  panels: the weight [N, K], checked and copied to the device.
+    design: one of `DESIGNS`, or an object like those.
+    `n`, `k` and `precision` are the weight's.
+    Raises ValueError for an unknown design and one that cannot run here or with this weight, and what `Panels.check`
+    raises.
+    """
+
+    def __init__(self, backend: Backend, panels: packing.Panels, design="ring"):
+        panels.check()
+        self.backend, self.panels = backend, panels
+        self.n, self.k, self.precision = panels.n, panels.k, panels.precision
+        self._choose(design)
+        self._device = _OnDevice(backend, panels)
+        self._device.get(self._design)
+
+    def _choose(self, design):
+        if isinstance(design, str):
+            if design not in DESIGNS:
+                raise ValueError(f"design {design!r}; expected one of {', '.join(map(repr, DESIGNS))}")
+            design = DESIGNS[design]
+        self._design, self.design = design, design.name
+        self._check_rows(1)
+
+    def _check_rows(self, m):
+        why_not = self._design.why_not(self.backend, self, m)
+        if why_not:
+            able = [name for name, design in DESIGNS.items() if design.why_not(self.backend, self, m) is None]
+            raise ValueError(f"design {self.design!r}: {why_not}; {', '.join(able) or 'no design'} can do it here")
+
+    def using(self, design) -> "PackedGemm":
+        """The same weights, at the same place on the device where the form is the same, in another design."""
+        other = copy(self)
+        other._choose(design)
+        other._device.get(other._design)
+        return other
+
+    def clone(self) -> "PackedGemm":
+        """The same weights at other addresses on the device, for measurements that must miss the cache."""
+        other = copy(self)
+        other._device = self._device.clone()
+        return other
+
+    def __call__(self, x, *, out=None):
+        """The product [M, N], float32 on the device; arguments and errors as `prepare` has them."""
+        return self.prepare(x, out=out)()
+
+    def prepare(self, x, *, out=None) -> Callable:
+        """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`, float32 on
+        the device. Everything is checked and compiled here, once; the call only launches. Nothing is synchronized, and
+        calls of one preparation must not run side by side: they share memory for what blocks leave each other.
+
+        x: [M, K] on the device, of the dtype that the design's activations have (`DTYPES`): float32, float16, or the
+        bits of bfloat16 as uint16. No rows are no launch.
+        out: float32 [M, N] to write into; made where it is not given.
+        Values are not looked at: a NaN or an infinity in a row of x makes outputs of that row NaN or infinite.
+        Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
+        alignment, for more rows than the design takes, and where `out` shares memory with `x` or the weights.
+        """
+        backend, design = self.backend, self._design
+        shape = tuple(getattr(x, "shape", ()))
+        m = shape[0] if len(shape) == 2 else 1  # anything but a matrix is refused
+        check_array(backend, x, "x", (m, self.k), DTYPES[design.activations], 16)
+        if out is None:
+            out = backend.empty((m, self.n), np.float32)
+        check_array(backend, out, "out", (m, self.n), np.float32, 16)
+        data = self._device.get(design)
+        arrays = data if isinstance(data, tuple) else (data,)
+        check_apart(backend, {"out": out}, {"x": x} | {f"the weights ({i})": a for i, a in enumerate(arrays)})
+        if m == 0:
+            return lambda: out
+        self._check_rows(m)
+        return design.prepare(backend, self, data, x, out)
+
+
+def reference(x, panels: packing.Panels) -> np.ndarray:
+    """The product in float64 on the same codes and scales. x [M, K] -> float64 [M, N]."""
+    return grouped_gemm.reference(x, packing.unpack(panels))

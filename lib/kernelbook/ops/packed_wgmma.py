@@ -1,0 +1,245 @@
+"""Designs of `packed_gemm` on Hopper's warpgroup instructions: weights in panels, copied in bulk, become f16 or bf16 in
+registers.
+
+Which tile of the product is taken, and which tiles are cut, is chosen by what it costs (`nanoseconds`): tokens that do
+not exist, multiprocessors without work, what L2 gives, and sums that blocks leave to each other
+(kernels/portable/handover.h).
+
+There is no simulated form of these instructions; who takes which steps is checked in the simulator, and the arithmetic
+by the designs on mma.sync.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernelbook.backends import Backend, Source
+from kernelbook.packing import CHUNK_BYTES, COLUMNS, ROWS
+
+STEP = 64  # columns of x in a stage
+BAND = 64  # rows of w of one product
+SHARED = 227 << 10  # bytes of shared memory that a block may have
+ALIGN = 1024  # of stages of x
+CODE_BITS = {"int8": 8, "int4": 4}
+AHEAD = 2  # groups of 32 columns that become weights at a time
+MOST_COLUMNS_AHEAD = 2048  # of x that are copied ahead: more hide nothing
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tile of the product that the kernel is compiled for.
+
+    tokens: of x. groups: warpgroups that multiply. bands: of 64 rows of w, that each of them has. cluster: blocks that
+    share activations, of neighbouring tiles. chunks: of a panel in one copy, of int4; of int8 half as many, but one.
+    parts: so many warpgroups have the same rows, and columns in turns.
+    """
+
+    tokens: int
+    groups: int
+    bands: int = 1
+    cluster: int = 1
+    chunks: int = 1
+    parts: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of w."""
+        return BAND * self.bands * self.groups // self.parts
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    def chunks_of(self, precision: str) -> int:
+        """Of a panel in one copy."""
+        return max(1, self.chunks * CODE_BITS["int4"] // CODE_BITS[precision])
+
+    def stage_bytes(self, precision: str) -> tuple[int, int]:
+        """Of a stage of x and one of w."""
+        return 2 * STEP * self.tokens, self.rows // ROWS * CHUNK_BYTES[precision] * self.chunks_of(precision)
+
+    @property
+    def _of_parts(self):
+        return 4 * self.tokens * self.rows * (self.parts - 1)
+
+    def stages(self, precision: str) -> tuple[int, int]:
+        """Stages of x, of 64 columns, and of w that shared memory holds, for about as many columns of either."""
+        x, w = self.stage_bytes(precision)
+        room = SHARED - ALIGN - 2 * ALIGN - self._of_parts  # barriers, and to align it all
+        of_x = COLUMNS // STEP * self.chunks_of(precision)  # stages of x for one of w
+        most = MOST_COLUMNS_AHEAD // STEP
+        of_w = next(count for count in range(room // w, 0, -1)
+                    if count * w + min(of_x * count - 1, most) * x <= room)
+        return min((room - of_w * w) // x, of_x * of_w + 2, most), of_w
+
+    def shared(self, precision: str) -> int:
+        """Bytes of dynamic shared memory, as struct Block of 7_packed_wgmma.cu has them, and what aligns it."""
+        (x, w), (of_x, of_w) = self.stage_bytes(precision), self.stages(precision)
+        return math.ceil((of_x * x + of_w * w + self._of_parts + 16 * (of_x + of_w)) / ALIGN) * ALIGN + ALIGN
+
+    def source(self, precision: str, bf16: bool, bf16_out: bool = False) -> Source:
+        of_x, of_w = self.stages(precision)
+        return Source("prefill_gemm/7_packed_wgmma.cu", {
+            "CODE_BITS": CODE_BITS[precision], "BF16": bf16, "GROUPS": self.groups, "PARTS": self.parts,
+            "BANDS": self.bands, "TILE_TOKENS": self.tokens, "X_STAGES": of_x, "W_STAGES": of_w,
+            "W_CHUNKS": self.chunks_of(precision), "CLUSTER": self.cluster, "AHEAD": AHEAD,
+            "BF16_OUT": bf16_out})
+
+
+FORMS = (Form(8, 4, chunks=2), Form(8, 2, chunks=4), Form(16, 4, chunks=2), Form(16, 2, chunks=4),
+         Form(32, 4, chunks=2), Form(32, 2, chunks=2), Form(64, 4, cluster=2), Form(64, 2, cluster=2),
+         Form(96, 2, cluster=2), Form(128, 2, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2))
+
+
+# ---------------------------------------------------------------- which form, and how its tiles are cut
+
+@dataclass(frozen=True)
+class Plan:
+    """form: of the tiles. tiles: of the product, each of all blocks of a cluster. steps: chunks along K. ranges:
+    clusters of the launch. whole: tiles that each of them has first; the rest is cut, if there is one."""
+
+    form: Form
+    tiles: int
+    steps: int
+    ranges: int
+    whole: int
+
+    @property
+    def blocks(self) -> int:
+        return self.ranges * self.form.cluster
+
+    @property
+    def cut_steps(self) -> int:
+        """Of the tiles that are cut, one after the other."""
+        return max(self.tiles - self.whole * self.ranges, 0) * self.steps
+
+    @property
+    def steps_of_range(self) -> int:
+        """Of the range that has most."""
+        return self.whole * self.steps + math.ceil(self.cut_steps / self.ranges)
+
+    @property
+    def scratch(self) -> int:
+        """Float32 numbers that blocks need to leave sums in."""
+        return self.blocks * self.form.rows * self.form.tokens if self.cut_steps else 0
+
+
+# Nanoseconds on an H200, and bytes in one, as far as plans are to be compared.
+OF_A_LAUNCH = 4500
+OF_A_CLOCK, TOKENS_MORE = 0.7, 28  # of the tensor cores, as power lets them be; what instructions take beside
+OF_A_ROW, OF_A_CHUNK = 2.0, 350  # to make weights of a chunk: by a row of it, and at least
+OF_A_COPY = 20  # of a panel
+L2_BYTES, MEMORY_BYTES = 49, 3700  # to one multiprocessor, and to all
+SUMS_BYTES, OF_A_GIFT, OF_A_WAIT = 60, 1500, 1500  # sums left or written; a gift; more where it is not there before
+L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
+
+
+def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = FORMS) -> Iterable[Plan]:
+    """Every way to share a product [m, n] over k that is worth a thought."""
+    steps = math.ceil(k / COLUMNS)
+    for form in forms:
+        tiles = math.ceil(m / form.tokens) * math.ceil(n / (form.rows * form.cluster))
+        most = multiprocessors // form.cluster
+        if not most:
+            continue
+        yield Plan(form, tiles, steps, min(tiles, most), math.ceil(tiles / most))  # nothing is cut
+        for ranges in {most, *range(2 * tiles, most + 1, tiles)}:
+            for whole in {tiles // ranges, max(tiles // ranges - 1, 0)}:
+                plan = Plan(form, tiles, steps, ranges, whole)
+                if ranges <= plan.cut_steps <= INT32_MAX // ranges:
+                    yield plan
+
+
+def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
+    """What a plan takes, roughly."""
+    form = plan.form
+    panels, sums = form.rows // ROWS, 4 * form.rows * form.tokens / SUMS_BYTES
+    x, w = 2 * COLUMNS * form.tokens, panels * CHUNK_BYTES[precision]
+    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, form.rows * OF_A_ROW, OF_A_CHUNK,
+               panels * OF_A_COPY / form.chunks_of(precision), (x / form.cluster + w) / L2_BYTES)
+    read = n / ROWS * plan.steps * CHUNK_BYTES[precision]
+    if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
+        read += plan.cut_steps * x
+    given = 0
+    if plan.cut_steps:
+        of_tile = plan.ranges * plan.steps / plan.cut_steps  # ranges that have a part of one
+        given = sums + math.ceil(of_tile) * sums + OF_A_GIFT + (OF_A_WAIT if of_tile > 1 else 0)
+    written = math.ceil(plan.tiles / plan.ranges) * sums
+    return OF_A_LAUNCH + max(plan.steps_of_range * step, read / MEMORY_BYTES) + given + written
+
+
+# ---------------------------------------------------------------- the designs
+
+@dataclass(frozen=True)
+class WgmmaDesign:
+    """name: in `packed_gemm.DESIGNS`. activations: "float16" or "bfloat16", what x is on the device. bound: on the
+    relative Frobenius error against float64 on the codes and the float32 activations. precisions: of the codes.
+    max_rows: none. forms: from which the shape chooses."""
+
+    name: str
+    activations: str
+    bound: float
+    precisions: tuple[str, ...]
+    forms: tuple[Form, ...] = FORMS
+    max_rows = None
+
+    def source(self, precision: str, form: Form, bf16_out: bool = False) -> Source:
+        return form.source(precision, self.activations == "bfloat16", bf16_out)
+
+    def sources(self) -> list[Source]:
+        """Every form that writes float32, for static evidence."""
+        return [self.source(precision, form) for precision in self.precisions for form in self.forms]
+
+    def why_not(self, backend: Backend, weights, m: int) -> str | None:
+        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
+        if getattr(backend, "arch", None) != "90a":
+            return f"it needs Hopper's warpgroup instructions, and {backend.device} has none"
+        if weights.precision not in self.precisions:
+            return f"it takes codes of {' or '.join(self.precisions)}, not {weights.precision}"
+        if weights.k * 2 % 16:
+            return f"it takes K a multiple of 8, not {weights.k}: bulk copies of x have rows of whole 16 bytes"
+        return None
+
+    def plan(self, backend: Backend, weights, m: int) -> Plan:
+        """The cheapest for `m` rows, at least one."""
+        shape = m, weights.n, weights.k
+        return min(plans(*shape, backend.multiprocessors, self.forms),
+                   key=lambda plan: nanoseconds(plan, *shape, weights.precision))
+
+    def prepare(self, backend: Backend, weights, data, x, out, sums=None) -> Callable:
+        """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`.
+
+        weights: their n, k and precision. data: the panels on the device, uint8 at a multiple of 16 bytes. x: [M, K] on
+        the device, float16, or bits of bfloat16 as uint16, at a multiple of 16 bytes. out: float32 [M, N], or uint16
+        for bits of bfloat16. sums: float32, as many as the plan's scratch has, at a multiple of 16 bytes, which calls
+        that run one after the other can share; made where it is not given. All checked by the caller. Raises
+        BackendUnavailable where the driver has no tensor maps.
+        """
+        m = len(x)
+        return self.launch(backend, weights, data, x, out, self.plan(backend, weights, m), sums) if m else lambda: out
+
+    def launch(self, backend: Backend, weights, data, x, out, plan: Plan, sums=None) -> Callable:
+        """`prepare` for a plan of the caller's, which must be one of `plans` of this shape; M is at least 1."""
+        m, n, k, form = len(x), weights.n, weights.k, plan.form
+        source = self.source(weights.precision, form, bf16_out=out.dtype == np.uint16)
+        kernel = backend.compile(source).kernel("packed_wgmma")
+        boxes = backend.tensor_map(x, (form.tokens // form.cluster, STEP))
+        if sums is None:
+            sums = backend.empty(max(plan.scratch, 4), np.float32)
+        there = backend.array(np.zeros(plan.blocks * form.groups, np.int32))  # left as they are found
+        args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole))]
+        block, size = (32, form.threads // 32, 1), form.shared(weights.precision)
+
+        def launch():
+            kernel((plan.blocks, 1, 1), block, args, size)
+            return out
+        launch.keeps = x  # the map has its address only
+        return launch
+
+
+DESIGNS = {design.name: design for design in (
+    WgmmaDesign("wgmma_bf16", "bfloat16", 4e-3, ("int4",)),
+    WgmmaDesign("wgmma_f16", "float16", 5e-4, ("int8", "int4")))}

@@ -1,0 +1,320 @@
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kernelbook import formats, packing, stats
+from kernelbook.backends.cpu import CpuBackend
+from kernelbook.ops import packed_gemm as op
+
+DESIGNS = [name for name in op.DESIGNS if "wgmma" not in name]  # those have a test file of their own
+ACCURATE = [name for name in DESIGNS if op.DESIGNS[name].activations == "float32"]
+CASES = [(1, 1, 32), (2, 65, 96), (3, 3, 2048), (4, 16, 160), (7, 63, 64), (16, 17, 128), (32, 130, 288)]
+"""(M, N, K): every number of rows that kernels are compiled for, fewer rows of w than a panel and more than a tile, K
+that ends within a chunk, at its end and behind it."""
+RINGS = [op.RingForm(1, 3, 1, 3), op.RingForm(4, 4, 3, 3), op.RingForm(16, 2, 1, 2), op.RingForm(32, 3, 2, 2)]
+RANGES = [op.RangesForm(1, 3, 2, 2), op.RangesForm(4, 5, 1, 3, 2), op.RangesForm(2, 2, 3, 2, 3)]
+"""Rows that share products' sums between groups and rows that do not, with more slices of x than warps and with fewer;
+one chunk and more at a time."""
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request):
+    return request.getfixturevalue("gpu" if request.param == "cuda" else "simulator")
+
+
+def panels(n, k, precision="int8", seed=0):
+    return packing.random_panels(np.random.default_rng((seed, n, k)), n, k, precision)
+
+
+def normal(m, k, seed=1):
+    return np.random.default_rng((seed, m, k)).standard_normal((m, k), np.float32)
+
+
+def bf16(x):
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def given(x, design):
+    """x as a design takes it, and what that is as float32."""
+    if design.activations == "float32":
+        return x, x
+    if design.activations == "float16":
+        return x.astype(np.float16), x.astype(np.float16).astype(np.float32)
+    return bf16(x), (bf16(x).astype(np.uint32) << 16).view(np.float32)
+
+
+def multiply(backend, weight, x, design):
+    """The product by a design, or by a name, into an output of NaN."""
+    gemm = op.PackedGemm(backend, weight, design)
+    x, _ = given(x, op.DESIGNS[design] if isinstance(design, str) else design)
+    return backend.numpy(gemm(backend.array(x), out=backend.empty((len(x), weight.n), np.float32)))
+
+
+def relative(out, ref):
+    return stats.errors(out, ref).relative_frobenius
+
+
+# ---- results
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("name", DESIGNS)
+def test_every_design_against_float64(backend, name, precision):
+    """Activations of 16 bits are multiplied as accurately as those of 32: what is lost is lost before."""
+    for m, n, k in CASES:
+        if m > op.DESIGNS[name].max_rows:
+            continue
+        weight, x = panels(n, k, precision), normal(m, k)
+        _, known = given(x, op.DESIGNS[name])
+        assert relative(multiply(backend, weight, x, name), op.reference(known, weight)) <= 1e-6, (m, n, k)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_the_designs_own_bound(simulator, name):
+    weight, x = panels(33, 2048, "int4"), normal(4, 2048)
+    assert relative(multiply(simulator, weight, x, name), op.reference(x, weight)) <= op.DESIGNS[name].bound
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("form", RINGS, ids=str)
+def test_every_form_of_the_ring_and_every_cut(backend, form, precision):
+    """Blocks that have whole tiles, parts of them, and parts of a single one; runs repeat to the bit."""
+    for m, n, k in [(form.rows, 200, 1056), (max(1, form.rows - 1), 20, 4096 if form.rows < 8 else 640)]:
+        weight, x = panels(n, k, precision), backend.array(normal(m, k))
+        ref = op.reference(normal(m, k), weight)
+        for blocks in (1, 2, 7, 13):
+            call = op.PackedGemm(backend, weight, op.RingDesign("float32", form, blocks)).prepare(x)
+            out = backend.numpy(call())
+            assert relative(out, ref) <= 1e-6, blocks
+            assert np.array_equal(backend.numpy(call()), out), blocks
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("form", RANGES, ids=str)
+def test_every_form_of_the_ranges_and_every_cut(backend, form, precision):
+    """Ranges of less than a panel, of a panel's end and beginning, and of several; blocks with cut panels alone, with
+    whole ones too, and with a single chunk."""
+    for m, n, k in [(form.rows, 200, 1056), (max(1, form.rows - 1), 20, 4096), (1, 700, 96)]:
+        weight, x = panels(n, k, precision), backend.array(normal(m, k))
+        ref = op.reference(normal(m, k), weight)
+        for blocks in (1, 2, 7, 13):
+            call = op.PackedGemm(backend, weight, op.RangesDesign("float32", form, blocks)).prepare(x)
+            out = backend.numpy(call())
+            assert relative(out, ref) <= 1e-6, (m, n, k, blocks)
+            assert np.array_equal(backend.numpy(call()), out), (m, n, k, blocks)
+
+
+@pytest.mark.parametrize("design", [op.WideDesign(splits=3), op.PanelsDesign("float32", splits=3)],
+                         ids=lambda design: design.name)
+def test_slices_of_k(backend, design):
+    weight, x = panels(200, 1056), normal(3, 1056)
+    call = op.PackedGemm(backend, weight, design).prepare(backend.array(x))
+    out = backend.numpy(call())
+    assert relative(out, op.reference(x, weight)) <= 1e-6
+    assert np.array_equal(backend.numpy(call()), out)
+
+
+@pytest.mark.parametrize("name", ["wide_loads", "panels", "ring", "ranges"])
+def test_order_of_lanes_waves_and_blocks_changes_no_bit(name):
+    weight, x = panels(72, 1056, "int4"), normal(4, 1056)
+    forms = {"ring": op.RingDesign("float32", RINGS[1], 5), "ranges": op.RangesDesign("float32", RANGES[1], 4)}
+    design = forms.get(name) or replace(op.DESIGNS[name], splits=2)
+    outs = [multiply(CpuBackend(order=order), weight, x, design) for order in (0, 1, 2)]
+    assert np.array_equal(outs[0], outs[1]) and np.array_equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_the_identity_gives_the_weights_back(simulator, name):
+    """One activation at a time: every code is where packing says, the extreme ones too."""
+    for precision, (low, high) in formats.CODES.items():
+        codes = np.random.default_rng(2).integers(low, high, (20, 32), np.int8, endpoint=True)
+        codes[0, :2] = low, high
+        weight = packing.pack(formats.pack(codes, np.full((20, 1), 0.5), 32, precision))
+        one, most = np.eye(32, dtype=np.float32), op.DESIGNS[name].max_rows
+        found = [multiply(simulator, weight, one[first:first + most], name) for first in range(0, 32, most)]
+        assert np.array_equal(np.concatenate(found), codes.T / np.float32(2))
+
+
+def test_a_long_sum_does_not_drift(simulator):
+    for name in ACCURATE:
+        weight, x = panels(8, 17408), np.abs(normal(1, 17408))
+        assert relative(multiply(simulator, weight, x, name), op.reference(x, weight)) <= 1e-6
+
+
+# ---- values
+
+@pytest.mark.parametrize("name", ACCURATE)
+@pytest.mark.parametrize("size", [1e38, 3e4, 1e-30, 1e-38, 1e-42])
+def test_activations_of_every_size(simulator, name, size):
+    """Powers of two take huge and subnormal activations to where f16 is exact, and sums back."""
+    weight = packing.pack(formats.pack(np.eye(32, 64, dtype=np.int8), np.ones((32, 2)), 32, "int8"))
+    x = (normal(3, 64) * np.float32(0.5)).clip(-1, 1) * np.float32(size)
+    out = multiply(simulator, weight, x, name)
+    assert np.allclose(out, x[:, :32], rtol=2e-7, atol=2e-45)
+
+
+def test_what_a_huge_activation_leaves_of_small_ones(simulator):
+    """Those of its 128 columns keep 2^-39 of it; those of the next 128 all they have, and other rows too."""
+    weight = packing.pack(formats.pack(np.eye(256, dtype=np.int8), np.ones((256, 8)), 32, "int8"))
+    x = normal(2, 256)
+    x[0, 5] = 2.0**40
+    for name in ("panels", "ring", "ranges"):
+        error = np.abs(multiply(simulator, weight, x, name).astype(np.float64) - x)
+        assert error[0, :128].max() <= 2.0**(40 - 39) and error[0, 128:].max() < 1e-6 and error[1].max() < 1e-6
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_row_that_is_no_number_leaves_the_others_alone(simulator, name):
+    for m in {4, min(op.DESIGNS[name].max_rows, 5)}:
+        weight, x = panels(20, 160), normal(m, 160)
+        x[0], x[1, 3], x[2, (7, 150)[m % 2]] = 0, np.nan, (np.inf, -np.inf)[m % 2]
+        out = multiply(simulator, weight, x, name)
+        assert not out[0].any()
+        assert np.isnan(out[1]).all() and not np.isfinite(out[2]).any()
+        assert relative(out[3:], op.reference(given(x[3:], op.DESIGNS[name])[1], weight)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ACCURATE)
+def test_an_infinity_keeps_its_sign(simulator, name):
+    codes = np.array([[1], [-3]], np.int8) * np.ones((1, 128), np.int8)
+    weight = packing.pack(formats.pack(codes, np.ones((2, 4)), 32, "int8"))
+    x = np.zeros((2, 128), np.float32)
+    x[:, 40] = np.inf, 1
+    assert np.array_equal(multiply(simulator, weight, x, name), [[np.inf, -np.inf], [1, -3]])
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("scale", [6e-8, 65504.0])
+def test_the_smallest_and_the_largest_scales(simulator, name, scale):
+    codes = np.random.default_rng(3).integers(-128, 128, (20, 64)).astype(np.int8)
+    weight = packing.pack(formats.pack(codes, np.full((20, 2), scale, np.float16), 32, "int8"))
+    x = normal(3, 64)
+    _, known = given(x, op.DESIGNS[name])
+    assert relative(multiply(simulator, weight, x, name), op.reference(known, weight)) <= 1e-6
+
+
+# ---- memory
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_what_lies_around_the_output_is_left_alone(simulator, name):
+    for m, n in [(3, 20), (min(9, op.DESIGNS[name].max_rows), 36)]:
+        memory = simulator.array(np.full((m + 2, n), 7, np.float32))
+        x, known = given(normal(m, 96), op.DESIGNS[name])
+        op.PackedGemm(simulator, panels(n, 96), name)(simulator.array(x), out=memory[1:m + 1])
+        assert (memory[0] == 7).all() and (memory[m + 1] == 7).all()
+        assert relative(memory[1:m + 1], op.reference(known, panels(n, 96))) <= 1e-6
+
+
+def test_a_call_sees_what_x_then_holds(simulator):
+    weight, x = panels(20, 64), simulator.array(normal(2, 64))
+    for name in ACCURATE:
+        call = op.PackedGemm(simulator, weight, name).prepare(x)
+        for seed in (4, 5):
+            x[...] = normal(2, 64, seed)
+            assert relative(call(), op.reference(x, weight)) <= 1e-6
+
+
+def test_using_and_clone(simulator):
+    weight, x = panels(20, 64), normal(2, 64)
+    first = op.PackedGemm(simulator, weight, "ring")
+    other, wide = first.using("panels"), first.using("wide_loads")
+    assert other.design == "panels" and wide.design == "wide_loads" and first.design == "ring"
+    assert other._device.get(other._design) is first._device.get(first._design)
+    copy = wide.clone()
+    for at, mine in zip(copy._device.get(copy._design), wide._device.get(wide._design), strict=True):
+        assert simulator.pointer(at) != simulator.pointer(mine) and np.array_equal(at, mine)
+    assert np.array_equal(copy(simulator.array(x)), wide(simulator.array(x)))
+    assert (first.n, first.k, first.precision) == (20, 64, "int8")
+
+
+def test_no_rows_are_no_launch(simulator):
+    for name in DESIGNS:
+        x, _ = given(np.empty((0, 64), np.float32), op.DESIGNS[name])
+        assert op.PackedGemm(simulator, panels(20, 64), name)(simulator.array(x)).shape == (0, 20)
+
+
+# ---- errors
+
+def test_bad_weights_and_designs_are_refused(simulator):
+    weight = panels(20, 64)
+    with pytest.raises(ValueError, match="design 'rings'; expected one of 'wide_loads', 'panels'"):
+        op.PackedGemm(simulator, weight, "rings")
+    with pytest.raises(ValueError, match="'panels': it is written for mma.sync, .* wide_loads can do it here"):
+        op.PackedGemm(CpuBackend(wave=64), weight, "panels")
+    with pytest.raises(ValueError, match="'wgmma_f16': it needs Hopper"):
+        op.PackedGemm(simulator, weight, "ring").using("wgmma_f16")
+    with pytest.raises(ValueError, match="K = 100"):
+        op.PackedGemm(simulator, packing.Panels(weight.data, 20, 100, "int8"))
+
+
+def test_the_wide_loads_run_on_waves_of_64():
+    weight, x = panels(150, 320), normal(5, 320)
+    assert relative(multiply(CpuBackend(wave=64), weight, x, "wide_loads"), op.reference(x, weight)) <= 1e-6
+
+
+def test_bad_arrays_are_refused_before_anything_is_written(simulator):
+    weight = panels(20, 64)
+    gemm = op.PackedGemm(simulator, weight, "ring")
+    x, out = simulator.array(normal(4, 64)), simulator.array(np.full((4, 20), 7, np.float32))
+    held = gemm._device.get(gemm._design)
+    for arguments, error, message in [
+            ((normal(4, 64), out), TypeError, "x is a ndarray; expected an array on"),
+            ((x[:, :32], out), ValueError, r"x has shape \(4, 32\); expected \(4, 64\), for any M"),
+            ((x[0], out), ValueError, r"x has shape \(64,\)"),
+            ((simulator.array(x.astype(np.float16)), out), TypeError, "x has dtype float16; expected float32"),
+            ((simulator.array(normal(4, 128))[:, ::2], out), ValueError, "x has strides"),
+            ((simulator.array(normal(5, 64)).reshape(-1)[2:258].reshape(4, 64), out), ValueError, "multiple of 16"),
+            ((simulator.array(normal(33, 64)), None), ValueError, "at most 32 rows, not 33; no design can do it here"),
+            ((x, out[:3]), ValueError, r"out has shape \(3, 20\); expected \(4, 20\)"),
+            ((x, out.astype(np.float64)), TypeError, "out is a ndarray"),
+            ((x, x.reshape(-1)[:80].reshape(4, 20)), ValueError, "out overlaps x"),
+            ((x, held.reshape(-1)[:320].view(np.float32).reshape(4, 20)), ValueError, "out overlaps the weights")]:
+        with pytest.raises(error, match=message):
+            gemm.prepare(arguments[0], out=arguments[1])
+    assert (out == 7).all()
+
+
+# ---- plans
+
+def test_a_block_that_is_not_there_is_not_launched():
+    def blocks(n, k, multiprocessors=132, precision="int8"):
+        backend = CpuBackend()
+        backend.multiprocessors = multiprocessors
+        return op.DESIGNS["ring"].plan(backend, packing.Panels(None, n, k, precision), 1)
+    assert blocks(16, 32).blocks == 1
+    assert blocks(17408, 5120).blocks == 132
+    small = blocks(2048, 2048)  # tiles of 256 rows in equal parts
+    assert (small.tiles, small.steps, small.blocks) == (8, 8, 64)
+    assert blocks(2048, 2176).blocks == 72  # a step more
+
+
+@pytest.mark.parametrize("limit", [99, 163, 227])
+def test_every_form_fits_into_shared_memory(limit):
+    for design in (op.DESIGNS[name] for name in DESIGNS if name.startswith("ring")):
+        for precision, m in product(("int8", "int4"), (1, 2, 4, 8, 16, 32)):
+            form = design._form(precision, m, limit << 10)
+            assert form.slots > 1 and form.rows >= m
+            assert design.shared(precision, form) <= limit << 10
+
+
+@pytest.mark.parametrize("arch", ["89", "80", "90a"])
+def test_ranges_fit_into_shared_memory_or_say_why_not(arch):
+    backend, able = CpuBackend(), set()
+    backend.arch = arch
+    for design in (op.DESIGNS[name] for name in DESIGNS if name.startswith("ranges")):
+        for precision, m, k in product(("int8", "int4"), (1, 2, 4), (32, 5120, 17408)):
+            form = design._form(precision, m)
+            fits = design.shared(precision, form, math.ceil(k / 128)) <= op.shared_limit(backend)
+            why_not = design.why_not(backend, packing.Panels(None, 4096, k, precision), m)
+            assert form.rows >= m
+            assert why_not is None if fits else "bytes of shared memory" in why_not
+            able |= {m} if fits else set()
+    assert able >= {1, 2, 4}
+
+
+def test_a_product_beyond_the_kernels_integers_is_refused():
+    for name, k, message in [("ring", 2**16, "count to 2147483647"), ("ranges", 2**14, "more chunks than")]:
+        assert message in op.DESIGNS[name].why_not(CpuBackend(), packing.Panels(None, 2**30, k, "int8"), 1)

@@ -1,0 +1,206 @@
+"""The designs of packed_gemm on warpgroup instructions: as compiled, as planned and, on a Hopper GPU, multiplying."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kernelbook import packing, stats, toolchain
+from kernelbook.ops import grouped_gemm
+from kernelbook.ops import packed_wgmma as op
+
+OWN_BOUND = 2e-5  # on the operands as they are multiplied: what is left is how the tensor cores add
+SHAPES = [(1, 16, 128), (5, 40, 96), (8, 1000, 1312), (13, 592, 416), (33, 2064, 1024), (70, 300, 640),
+          (130, 144, 2048), (300, 2064, 1536), (513, 1040, 1024)]
+"""(M, N, K): each compiled number of tokens; ends within a panel, a tile, a cluster and a chunk; tiles that are cut."""
+
+CASES = [(name, precision) for name, design in op.DESIGNS.items() for precision in design.precisions]
+
+
+def weight(n, k, precision):
+    return SimpleNamespace(n=n, k=k, precision=precision)
+
+
+# ---- compiled
+
+@pytest.mark.parametrize("name, precision, tokens", [("wgmma_f16", "int4", 256), ("wgmma_f16", "int8", 176),
+                                                     ("wgmma_bf16", "int4", 128), ("wgmma_f16", "int8", 8)])
+def test_machine_code(name, precision, tokens):
+    """No spills, products that follow each other without a wait of the compiler's, copies by the copy engine."""
+    if toolchain.targets()["sm_90a"]:
+        pytest.skip(toolchain.targets()["sm_90a"])
+    form = next(form for form in op.FORMS if form.tokens == tokens)
+    source = op.DESIGNS[name].source(precision, form)
+    _, log = toolchain.nvrtc_compile(source, "90a")
+    compiled = toolchain.compile_cuda(source, "90a")
+    resources, = compiled.resources.values()
+    assert resources["spill_bytes"] == resources["stack_bytes"] == 0
+    assert "serialized" not in log
+    assert len(re.findall(rf"HGMMA\.64x{tokens}x16\.F32", compiled.assembly)) == 8 * form.bands
+    assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1
+    boxes, = re.findall(r"UTMALDG\.2D\S*", compiled.assembly)
+    assert boxes == ("UTMALDG.2D.MULTICAST" if form.cluster > 1 else "UTMALDG.2D")
+
+
+@pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
+@pytest.mark.parametrize("form", op.FORMS, ids=str)
+def test_stages_fit(precision, form):
+    x, w = form.stages(precision)
+    assert w >= 2 and 64 * x >= 128 * form.chunks_of(precision) * min(w, 2)
+    assert form.shared(precision) <= 227 << 10
+    assert form.tokens % (8 * form.cluster) == 0
+
+
+# ---- shared out
+
+WALK = """
+#include "handover.h"
+// works [ranges][room][4]: tile, first, end, first giver; ranges are blocks
+extern "C" __global__ void walk(int *works, int tiles, int steps, int whole, int room) {
+  if (threadIdx.x) return;
+  Ranges range(tiles, steps, blockIdx.x, gridDim.x, whole);
+  int *to = works + blockIdx.x * room * 4;
+  for (Work work; range.next(work); to += 4) {
+    to[0] = work.tile, to[1] = work.first, to[2] = work.end;
+    to[3] = range.is_given(work) ? -1 : range.first_giver(work);
+  }
+}
+GPU_KERNEL(walk)
+"""
+
+
+@pytest.mark.parametrize("tiles, steps, ranges, whole", [
+    (1, 1, 1, 0), (1, 40, 7, 0), (4, 16, 16, 0), (3, 5, 7, 0), (68, 20, 66, 0), (68, 40, 66, 1), (136, 40, 132, 0),
+    (120, 48, 120, 1), (5, 3, 4, 2), (80, 48, 66, 1), (80, 48, 66, 0), (272, 9, 132, 1)])
+def test_ranges_have_every_step_once_and_wait_for_those_before(simulator, tmp_path, tiles, steps, ranges, whole):
+    (tmp_path / "walk.cu").write_text(WALK)
+    room = tiles + 2
+    works = simulator.array(np.full((ranges, room, 4), -7, np.int32))
+    args = [works, *map(np.int32, (tiles, steps, whole, room))]
+    simulator.compile(str(tmp_path / "walk.cu")).kernel("walk")((ranges, 1, 1), (32, 1, 1), args)
+    done, given = np.zeros((tiles, steps), int), {}
+    lengths = []
+    for own, walked in enumerate(simulator.numpy(works)):
+        walked = [tuple(map(int, work)) for work in walked if work[0] != -7]
+        lengths.append(sum(end - first for _, first, end, _ in walked))
+        for i, (tile, first, end, giver) in enumerate(walked):
+            done[tile, first:end] += 1
+            assert end > first
+            if giver < 0:  # once, and before it waits for others
+                assert own not in given and i <= whole
+                given[own] = tile, first, end
+            elif first:  # waits last, and for those before
+                assert i == len(walked) - 1 and giver < own
+                parts = [given[r] for r in range(giver, own)]
+                assert all(of == tile for of, _, _ in parts)
+                assert parts[0][1] == 0 and [part[2] for part in parts] == [part[1] for part in parts[1:]] + [first]
+            else:
+                assert giver == own
+    assert (done == 1).all()
+    row = max(tiles - whole * ranges, 0) * steps
+    assert not row or max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 1])
+def test_plans_are_what_the_kernel_can_do(multiprocessors):
+    for n, k in [(17408, 5120), (5120, 17408), (48, 5120), (16, 128), (1000, 32), (2**20, 2**17)]:
+        for m in (1, 8, 9, 64, 512, 513, 2048, 100_000):
+            for plan in op.plans(m, n, k, multiprocessors):
+                assert 1 <= plan.blocks <= multiprocessors and plan.steps * 128 >= k
+                assert plan.tiles * plan.form.cluster * plan.form.rows * plan.form.tokens >= m * n
+                assert plan.cut_steps == 0 or plan.ranges <= plan.cut_steps <= (2**31 - 1) // plan.ranges
+                assert plan.whole * plan.ranges + plan.cut_steps // plan.steps >= plan.tiles
+
+
+@pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
+def test_what_is_chosen(precision):
+    """By tokens and blocks, as measured on an H200."""
+    def chosen(m, n, k):
+        plan = op.DESIGNS["wgmma_f16"].plan(SimpleNamespace(multiprocessors=132), weight(n, k, precision), m)
+        return plan.form.tokens, plan.blocks, plan.cut_steps > 0
+    assert chosen(512, 17408, 5120) == (256, 132, True)
+    assert chosen(512, 5120, 6144) == (176, 120, False)
+    assert chosen(8, 17408, 5120)[0] == 8
+
+
+def test_says_why_not(simulator):
+    design = op.DESIGNS["wgmma_bf16"]
+    assert "Hopper" in design.why_not(simulator, weight(64, 128, "int4"), 8)
+    hopper = SimpleNamespace(arch="90a", multiprocessors=132, device="one")
+    assert design.why_not(hopper, weight(64, 128, "int4"), 8) is None
+    assert "codes of int4, not int8" in design.why_not(hopper, weight(64, 128, "int8"), 8)
+    assert "K a multiple of 8, not 100" in design.why_not(hopper, weight(64, 100, "int4"), 8)
+
+
+# ---- multiplied
+
+@pytest.fixture(scope="module")
+def hopper(gpu):
+    if getattr(gpu, "arch", None) != "90a":
+        pytest.skip(f"{gpu.device} is no Hopper GPU")
+    return gpu
+
+
+def to_bf16(x):
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def product(backend, name, panels, x):
+    out = backend.empty((len(x), panels.n), np.float32)
+    given = backend.array(to_bf16(x) if op.DESIGNS[name].activations == "bfloat16" else x.astype(np.float16))
+    op.DESIGNS[name].prepare(backend, panels, backend.array(panels.data), given, out)()
+    return backend.numpy(out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, precision", CASES)
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_against_float64(hopper, name, precision, m, n, k):
+    rng = np.random.default_rng((m, n, k))
+    panels = packing.random_panels(rng, n, k, precision)
+    x = rng.standard_normal((m, k), np.float32)
+    out = product(hopper, name, panels, x)
+    reference = grouped_gemm.reference(x, packing.unpack(panels))
+    assert stats.errors(out, reference).relative_frobenius <= op.DESIGNS[name].bound
+    assert np.array_equal(out, product(hopper, name, panels, x))
+    if name == "wgmma_f16":
+        w = packing.unpack(panels).dequantize(np.float64).astype(np.float16).astype(np.float64)
+        own = x.astype(np.float16).astype(np.float64) @ w.T
+        assert stats.errors(out, own).relative_frobenius <= OWN_BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
+def test_every_weight_is_its_product_rounded_once(hopper, precision):
+    """One activation at a time gives the weights back, as the f16 nearest to code * scale."""
+    panels = packing.random_panels(np.random.default_rng(3), 40, 256, precision)
+    out = product(hopper, "wgmma_f16", panels, np.eye(256, dtype=np.float32))
+    w = packing.unpack(panels).dequantize(np.float64).astype(np.float16).astype(np.float32)
+    assert np.array_equal(out, w.T)
+
+
+@pytest.mark.gpu
+def test_what_is_not_a_number_stays_in_its_row_and_column(hopper):
+    panels = packing.random_panels(np.random.default_rng(4), 200, 384, "int8")
+    x = np.random.default_rng(5).standard_normal((70, 384), np.float32)
+    clean = product(hopper, "wgmma_f16", panels, x)
+    x[7, 300] = np.nan
+    out = product(hopper, "wgmma_f16", panels, x)
+    assert np.isnan(out[7]).all()
+    assert np.array_equal(np.delete(out, 7, 0), np.delete(clean, 7, 0))
+
+
+@pytest.mark.gpu
+def test_no_rows(hopper):
+    panels = packing.random_panels(np.random.default_rng(6), 16, 128, "int4")
+    assert product(hopper, "wgmma_f16", panels, np.empty((0, 128), np.float32)).shape == (0, 16)
+
+
+@pytest.mark.gpu
+def test_the_driver_refuses_a_map(hopper):
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        hopper.tensor_map(hopper.empty((4, 12), np.float16), (4, 64))
+    with pytest.raises(ValueError, match="at most 256"):
+        hopper.tensor_map(hopper.empty((512, 64), np.float16), (512, 64))
