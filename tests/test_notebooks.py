@@ -10,9 +10,10 @@ import pytest
 from bs4 import BeautifulSoup
 
 from kernelbook import claims, notebooks, records, report, runner, shapes
+from kernelbook.experiments import gemm_ladder, int8_pv
 from kernelbook.experiments import grouped_gemm as study
-from kernelbook.experiments import int8_pv
 from kernelbook.ops import grouped_gemm as op
+from kernelbook.ops import packed_gemm
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the run that serves them all
 CLAIMS = [claim.id for claim in claims.of_notebook("1_grouped_gemm")]
@@ -93,7 +94,7 @@ def test_run_of_1_grouped_gemm(run):
     assert {m["status"] for m in document["measurements"]} <= {"passed", "skipped"}
     worst = values(document, "worst_relative_frobenius")
     assert len(worst) == 2 * 2 * 3, "activations, codes, rows"
-    errors = [m["value"] for m in document["measurements"] if m["metric"] == "relative_frobenius"
+    errors = [m["value"] for m in products if m["metric"] == "relative_frobenius"
               and m["variant"].removesuffix("_without_remap") in study.VARIANTS.values()]
     assert len(errors) > 20 and 0 < max(worst + errors) <= study.BOUND
     assert set(values(document, "nonfinite")) == {0}
@@ -102,6 +103,15 @@ def test_run_of_1_grouped_gemm(run):
     rounded = [m["value"] for m in document["measurements"] if m["metric"] == "relative_frobenius_to_float_activations"
                and m["variant"] == study.VARIANTS["int8"]]
     assert rounded and 1e-4 < min(rounded) <= max(rounded) < 0.1
+
+    # the ladder: what runs here is right on every case, and what does not says why
+    ladder = [m for m in document["measurements"] if m["kernel"] == gemm_ladder.KERNEL]
+    tested = [m for m in ladder if m["metric"] == "selftest_relative_frobenius"]
+    assert {gemm_ladder.design_of(m["variant"]) for m in tested} == packed_gemm.DESIGNS.keys()
+    assert len([m for m in tested if m["status"] == "passed"]) >= 2 * 2 * 3, "designs, codes, rows"
+    assert all(m["reason"] for m in tested if m["status"] == "skipped")
+    measured = {(m["case"]["N"], m["case"]["K"]) for m in ladder if m["metric"] == "relative_frobenius"}
+    assert measured == {(64 if simulated else p.n, p.k) for p in gemm_ladder.projections()}
 
     assert (document["parameters"]["rows"], document["parameters"]["selftest_rows"]) == (2, [1, 3, 33])
     assert [m for m in document["measurements"]

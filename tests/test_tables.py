@@ -53,7 +53,7 @@ def test_a_page_is_current(page):
     if not results:
         pytest.skip("no committed records")
     assert tables.redraw(text, results) == text, "run `python -m kernelbook readme`"
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < (150 if page == "README.md" else 250), "it is to be read"
 
 
 def test_the_picture_is_current():

@@ -1,7 +1,10 @@
-"""The tables and the picture of the README pages, drawn from the committed records of real devices."""
+"""The tables and the picture of the README pages, and the table by which products are dispatched, drawn from the
+committed records of real devices."""
 
 from kernelbook import plots, records, tables
+from kernelbook.experiments import gemm_ladder
 from kernelbook.measure import Timing
+from kernelbook.ops import gemm_dispatch
 from kernelbook.tables import RESULTS, pivot, select, table
 
 DEVICE = "nvidia-h200"
@@ -12,6 +15,11 @@ NAMES = {"cublas_bf16": "cuBLAS bf16", "tinygemm_int4": "tinygemm W4", "humming_
          "humming_int4": "Humming W4", "1_int8_activations": "1 int8 activations",
          "2_float_activations": "2 float activations"}
 """Variants of the grouped GEMM as the tables call them, peers first."""
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _shape(m: dict) -> str:
@@ -77,6 +85,62 @@ def kernels(results: dict) -> str:
                  cell=lambda m: f"{m['value']:.0%}", corner="of the read ceiling")
 
 
+NO_RECORD = "This device has no record of it yet.\n"
+LADDER_ROWS = (1, 8, 32, 128, 512, 2048)
+LADDER_SHAPES = ("17408 x 5120", "5120 x 17408", "5120 x 6144", "2048 x 2048")
+
+
+def _ladder(results: dict) -> list[gemm_ladder.Point]:
+    return gemm_ladder.points(results[DEVICE]["1_grouped_gemm"])
+
+
+@table("ladder")
+def ladder(results: dict) -> str:
+    """Of a few shapes, the time of our fastest design, and over that of the fastest peer."""
+    return _beside(results, lambda row: row.ours.shape in LADDER_SHAPES)
+
+
+@table("ladder_all")
+def ladder_all(results: dict) -> str:
+    """The same of every shape."""
+    return _beside(results, lambda row: True)
+
+
+def _beside(results: dict, shown) -> str:
+    rows = [row for row in gemm_ladder.standings(_ladder(results)) if row.ours.m in LADDER_ROWS and shown(row)]
+    if not rows:
+        return NO_RECORD
+    return pivot(rows, row=lambda row: f"{row.ours.shape}, {row.ours.codes}", column=lambda row: f"M = {row.ours.m}",
+                 cell=lambda row: f"{_digits(row.ours.us)} us, {row.ratio:.2f}", corner="time, of the best peer's")
+
+
+@table("ladder_standing")
+def ladder_standing(results: dict) -> str:
+    """In words, where the fastest design is behind the fastest peer."""
+    found = _ladder(results)
+    return gemm_ladder.against_peers(found, named=3) + "\n" if found else ""
+
+
+@table("goals")
+def goals(results: dict) -> str:
+    """What the ladder was built to reach, met or not."""
+    found = [goal.row() for goal in gemm_ladder.goals_of_record(results[DEVICE]["1_grouped_gemm"])]
+    if not found:
+        return NO_RECORD
+    lines = [[*found[0]], ["---"] * len(found[0]), *(row.values() for row in found)]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+
+
+@table("rungs")
+def rungs(results: dict) -> str:
+    """Each design's speed on one large weight matrix, 8-bit codes."""
+    found = [p for p in _ladder(results) if (p.n, p.k, p.codes) == (17408, 5120, "int8") and p.m in LADDER_ROWS]
+    if not found:
+        return NO_RECORD
+    return pivot(found, row=lambda p: p.variant.replace("_", " "), column=lambda p: f"M = {p.m}",
+                 cell=lambda p: p.speed, corner="17408 x 5120, int8")
+
+
 ATTENTION = {"2_decode_int8": "2 INT8 P V", "2_decode_bf16": "2 BF16 P V", "3_prefill_int8": "3 INT8 P V",
              "3_prefill_bf16": "3 BF16 P V", "6_prefill_wgmma_int8": "6 wgmma", "6_prefill_wgmma_int8_64":
              "6 wgmma, a scale for 64", "sdpa_bf16": "SDPA bf16", "fa3_bf16": "FA3 bf16", "fa3_fp8": "FA3 fp8",
@@ -102,7 +166,7 @@ def _attention_case(m: dict) -> str:
 
 def _attention_table(found: list[dict], decode: bool) -> str:
     return pivot((m for m in found if (m["case"]["queries"] == 1) is decode), row=_attention_case,
-                 column=lambda m: ATTENTION[m["variant"]], cell=lambda m: f"{m['value']:.3g}", corner="us")
+                 column=lambda m: ATTENTION[m["variant"]], cell=lambda m: _digits(m["value"]), corner="us")
 
 
 @table("attention_decode")
@@ -136,7 +200,7 @@ def attention(results: dict) -> str:
     found = [m for m in _attention(results, heads=24, kv_heads=4, head_dim=128) if m["variant"][0].isdigit()]
     return pivot(found, row=lambda m: ATTENTION[m["variant"]],
                  column=lambda m: _attention_case(m).removesuffix(", 24/4 x 128"),
-                 cell=lambda m: f"{m['value']:.3g}", corner="us")
+                 cell=lambda m: _digits(m["value"]), corner="us")
 
 
 @table("gain")
@@ -156,13 +220,13 @@ def _attention_setting(m: dict) -> str:
 
 
 BREAKDOWN = "2_prefill_breakdown"
-NO_RECORD = "This device has no record of it yet.\n"
 ENGINES = {"article": "the article's design", "tiled_fp32": "A, FP32", "int8_dot": "B, dp4a",
-           "int8_matrix": "B, INT8 matrix", "tensor_cores": "C, mma", "wgmma": "C, wgmma", "llama.cpp": "llama.cpp"}
+           "int8_matrix": "B, INT8 matrix", "tensor_cores": "C, mma", "wgmma": "C, wgmma",
+           "packed_wgmma": "C, wgmma, panels", "llama.cpp": "llama.cpp"}
 """Designs of a whole pass as the tables call them."""
 PRODUCTS = {"1_tiled_fp32": "A, FP32", "2_int8_dot": "B, dp4a", "3_int8_matrix": "B, INT8 matrix",
-            "4_tensor_cores": "C, mma", "5_wgmma": "C, wgmma", "cublas_bf16": "cuBLAS bf16",
-            "humming_int4": "Humming W4"}
+            "4_tensor_cores": "C, mma", "5_wgmma": "C, wgmma", "7_packed_wgmma": "C, wgmma, panels",
+            "cublas_bf16": "cuBLAS bf16", "humming_int4": "Humming W4"}
 """Variants of prefill_gemm as the tables call them, peers last."""
 
 
@@ -176,7 +240,7 @@ def passes(results: dict) -> str:
     order = list(ENGINES)
     return pivot(sorted((m for m in found if m["variant"] in order), key=lambda m: order.index(m["variant"])),
                  row=lambda m: ENGINES[m["variant"]], column=lambda m: m["case"]["bucket"],
-                 cell=lambda m: f"{m['value'] / 1e3:,.3g}", corner="ms")
+                 cell=lambda m: _digits(m["value"] / 1e3), corner="ms")
 
 
 @table("products")
@@ -212,12 +276,18 @@ def picture(results: dict) -> str:
 
 
 def update() -> bool:
-    """Redraw the tables of PAGES and the picture from results/; whether that changed anything."""
+    """Redraw the tables of PAGES, the picture and the table of `gemm_dispatch` from results/; whether that changed
+    anything."""
     results = tables.load()
     changed = any([tables.update(tables.ROOT / page, results) for page in PAGES])
-    path = RESULTS / DEVICE / PICTURE
-    drawn = picture(results)
-    if not path.exists() or path.read_text(encoding="utf-8") != drawn:
-        records.write(path, drawn.encode())
-        changed = True
+    for path, text in ((RESULTS / DEVICE / PICTURE, picture(results)), (gemm_dispatch.TABLE, choices(results))):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            records.write(path, text.encode())
+            changed = True
     return changed
+
+
+def choices(results: dict) -> str:
+    """The text of gemm_dispatch.TABLE."""
+    return gemm_dispatch.text(notebooks["1_grouped_gemm"] for notebooks in results.values()
+                              if "1_grouped_gemm" in notebooks)

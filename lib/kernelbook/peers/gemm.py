@@ -15,7 +15,8 @@ from kernelbook.peers import missing
 @dataclass(frozen=True)
 class Peer:
     """name: the variant's name in records.  bits: bits a weight code has; 16 means the weights are not quantized.
-    prepare: (weights float32 [N, K], group, copies) -> one callable x -> [M, N] for each copy of the weights.
+    prepare: (weights float32 [N, K], NumPy's or a tensor, group, copies) -> one callable x -> [M, N] for each copy of
+    the weights.
     dtype: of its activations, a torch dtype's name.  missing: None, or why it cannot run here.
     scale_bytes: bytes of scales and zeros that quantized weights have a group.
     """
@@ -34,7 +35,7 @@ class Peer:
 
 def _cublas(weights, group, copies):
     import torch
-    base = torch.from_numpy(weights).cuda().to(torch.bfloat16)
+    base = torch.as_tensor(weights).cuda().to(torch.bfloat16)
     return [lambda x, w=base.clone(): torch.mm(x, w.T) for _ in range(copies)]
 
 
@@ -42,7 +43,7 @@ def _tinygemm(weights, group, copies):
     """torch.ops.aten._weight_int4pack_mm: codes 0..15 with a bf16 scale and zero a group."""
     import torch
     n, k = weights.shape
-    w = torch.from_numpy(weights).cuda().reshape(n, k // group, group)
+    w = torch.as_tensor(weights).cuda().reshape(n, k // group, group)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
     scale = ((high - low) / 15).clamp_min(1e-8)
     codes = ((w - low) / scale).round().clamp(0, 15).to(torch.uint8).reshape(n, k)
@@ -60,7 +61,7 @@ def _humming(dtype):
         n, k = weights.shape
         layer = HummingLayer(shape_n=n, shape_k=k, weight_config={"dtype": dtype, "group_size": group},
                              torch_dtype=torch.float16).cuda()
-        layer.load_from_unquantized(torch.from_numpy(weights).cuda())
+        layer.load_from_unquantized(torch.as_tensor(weights).cuda())
         layer.transform()
         return [layer if i == 0 else copy.deepcopy(layer) for i in range(copies)]
     return prepare
