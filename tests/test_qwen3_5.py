@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kernelbook import measure, qwen3_5, shapes
-from kernelbook.ops import layer, prefill_gemm
+from kernelbook.ops import layer, panel_gemm, prefill_gemm
 from kernelbook.qwen3_5 import DESIGNS, TINY, Model, Pass, State
 from kernelbook.stats import errors
 
@@ -37,7 +37,7 @@ def assert_close(outcome, ref, bound):
 
 def there(design):
     """A design's parameter of a test, skipped where its products are not."""
-    known = design.tile is not None or design.gemm in prefill_gemm.DESIGNS
+    known = design.tile is not None or design.in_panels or design.gemm in prefill_gemm.DESIGNS
     return pytest.param(design, id=design.name, marks=[] if known else pytest.mark.skip(f"no {design.gemm} yet"))
 
 
@@ -51,7 +51,10 @@ def ref(model):
     return qwen3_5.reference(model, ids())
 
 
-@pytest.fixture(params=[there(design) for design in DESIGNS.values() if design.gemm != "wgmma"])
+ON_HOPPER = ("wgmma", "packed_wgmma")
+
+
+@pytest.fixture(params=[there(design) for design in DESIGNS.values() if design.name not in ON_HOPPER])
 def design(request):
     return request.param
 
@@ -94,6 +97,18 @@ def test_bytes_of_a_pass():
     assert DESIGNS["article"].reads(1) == 1 and DESIGNS["article"].reads(17) == 2
 
 
+def test_bytes_of_panels(simulator, hopper_in_numpy):
+    """4.5 bits a weight, but for what fills panels up; nothing of other designs, and where this one does not run."""
+    real = shapes.QWEN3_5_27B
+    weights = real.weights + real.lm_head.weights
+    assert qwen3_5.panel_bytes(hopper_in_numpy, DESIGNS["packed_wgmma"], real) == weights * 9 // 16
+    assert qwen3_5.panel_bytes(simulator, DESIGNS["packed_wgmma"], real) == 0
+    assert qwen3_5.panel_bytes(hopper_in_numpy, DESIGNS["wgmma"], real) == 0
+    Pass(Model.random(hopper_in_numpy, TINY), DESIGNS["packed_wgmma"], 1)
+    assert qwen3_5.panel_bytes(hopper_in_numpy, DESIGNS["packed_wgmma"], TINY) == sum(
+        call["data"].nbytes for call in hopper_in_numpy.launches)
+
+
 # ---- weights
 
 def test_activations_stay_near_one_through_64_layers(simulator):
@@ -126,6 +141,32 @@ def test_every_design_against_float64(model, design):
     assert_close(run(model, design, given), qwen3_5.reference(model, given), BOUNDS[design.activations])
 
 
+def test_in_panels(hopper_in_numpy):
+    """With products by NumPy: the same weights, every one of them, and outputs in bf16 of gate and up alone."""
+    model, given = Model.random(hopper_in_numpy, TINY), ids(17)
+    found = run(model, DESIGNS["packed_wgmma"], given)
+    assert_close(found, qwen3_5.reference(model, given), BOUNDS["bf16"])
+    assert_close(found, run(model, DESIGNS["tensor_cores"], given), BOUNDS["bf16"])
+    calls = hopper_in_numpy.launches
+    assert len(calls) == sum(p.count for p in TINY.fused()) + 1
+    assert [call["weights"].n for call in calls if call["out"].dtype == np.uint16] == [2 * TINY["gate"].n] * TINY.layers
+    assert len({call["data"].ctypes.data for call in calls}) == len(calls)
+    shared = {call["sums"].ctypes.data: call["sums"].size for call in calls if call["sums"] is not None}
+    assert len(shared) == len(set(shared.values()))
+
+
+def test_in_panels_of_projections_apart(hopper_in_numpy):
+    """Rows of a weight that others follow are packed where they are."""
+    model = Model.random(hopper_in_numpy, TINY)
+    fused, apart = (run(model, replace(DESIGNS["packed_wgmma"], fused=fused), ids()) for fused in (True, False))
+    assert_close(apart, fused, 1e-3)
+
+
+def test_panels_need_hopper(model):
+    with pytest.raises(ValueError, match="design 'packed_wgmma': it needs Hopper's warpgroup instructions"):
+        Pass(model, DESIGNS["packed_wgmma"], 4)
+
+
 def test_on_every_backend(backend):
     model = Model.random(backend, TINY)
     assert_close(run(model, ARTICLE, ids()), qwen3_5.reference(model, ids()), 1e-6)
@@ -134,7 +175,7 @@ def test_on_every_backend(backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("design", [there(design) for design in DESIGNS.values()])
 def test_every_design_on_a_gpu(gpu, design):
-    if design.gemm == "wgmma" and gpu.arch != "90a":
+    if design.name in ON_HOPPER and gpu.arch != "90a":
         pytest.skip("no warpgroup instructions here")
     model = Model.random(gpu, TINY)
     assert_close(run(model, design, ids(130)), qwen3_5.reference(model, ids(130)), BOUNDS[design.activations])
@@ -229,6 +270,22 @@ def test_launches_are_counted(model):
     assert article["add_norm"] == 2 * TINY.layers + 1 and article["sequential"] == 3 and article["sdpa"] == 1
     assert tiled["prefill_tiled_fp32"] == sum(p.count for p in TINY.fused()) + 1 == 17
     assert tiled["conv_and_gates"] == tiled["chunk_scan"] == 3
+
+
+def test_laying_out_weights_is_no_launch_of_a_call(hopper_in_numpy):
+    call = Pass(Model.random(hopper_in_numpy, TINY), DESIGNS["packed_wgmma"], 5)
+    assert not call.launches
+    call.feed(ids(5))
+    call()
+    assert call.launches["packed_wgmma"] == 17 and not call.launches["q4_panels"]
+
+
+@pytest.mark.parametrize("design", DESIGNS.values(), ids=lambda design: design.name)
+def test_designs_name_their_kernel(design):
+    if design.in_panels:
+        assert design.kernel == panel_gemm.NAME
+    else:
+        assert design.kernel == f"{'q4' if design.tile else 'prefill'}_{design.gemm}"
 
 
 # ---- attention

@@ -146,7 +146,8 @@ def roofline(rows: Sequence[dict], ceilings: dict) -> Figure:
         ax.annotate(f"bf16 matmul {peak:,.0f} TFLOP/s", (x[-1], peak), ha="right", va="bottom")
         ax.annotate(f"read {read:,.0f} GB/s", (x[0], x[0] * read / 1e3), va="bottom")
         for i, row in enumerate(rows):
-            ax.loglog(row["FLOP / byte"], row["TFLOP/s"], "o", ms=6, color=_COLOURS[i % len(_COLOURS)],
+            again, colour = divmod(i, len(_COLOURS))
+            ax.loglog(row["FLOP / byte"], row["TFLOP/s"], "os"[again % 2], ms=6, color=_COLOURS[colour],
                       label=f"{row['design'].replace('_', ' ')}, {row['TFLOP/s']:,.3g}")
         ax.set(xlabel="FLOP a byte of weights that launches read", ylabel="TFLOP/s")
         for axis in (ax.xaxis, ax.yaxis):

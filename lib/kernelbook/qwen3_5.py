@@ -32,9 +32,10 @@ import numpy as np
 
 from kernelbook import formats, shapes
 from kernelbook.backends import Backend
-from kernelbook.ops import gated_delta_net, layer, q4_probe
+from kernelbook.ops import gated_delta_net, layer, panel_gemm, prefill_gemm, q4_probe
 from kernelbook.ops.checks import check_count
 from kernelbook.ops.gated_delta_net import GatedDeltaNet
+from kernelbook.ops.panel_gemm import PanelGemm
 from kernelbook.ops.prefill_gemm import PrefillGemm
 from kernelbook.shapes import Inventory, Projection
 from kernelbook.stats import errors
@@ -53,7 +54,8 @@ RESIDUAL = {"gdn_out": 0.5, "o": 0.5, "down": 0.5}
 class Design:
     """How a pass computes.
 
-    gemm: a design of `prefill_gemm`, or, where there is a `tile`, a variant of `q4_probe`.
+    gemm: a design of `prefill_gemm`, or `panel_gemm.NAME`, for which each pass lays the weights out anew; or, where
+    there is a `tile`, a variant of `q4_probe`.
     tile: tokens that one launch of a projection takes, each tile reading the weights anew; None for all at once.
     fused: projections of one source in one product.
     gdn, gdn_terms: design of the gated delta net, and the terms of its chunked one.
@@ -87,6 +89,18 @@ class Design:
                 raise ValueError(f"design {self.name!r} gives {self.activations} activations to the probe "
                                  f"{self.gemm!r}, which takes {takes}")
 
+    @property
+    def in_panels(self) -> bool:
+        """Whether products read panels made from the tiles instead of these."""
+        return self.gemm == panel_gemm.NAME
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that multiplies."""
+        if self.tile:
+            return f"q4_{self.gemm}"
+        return panel_gemm.NAME if self.in_panels else prefill_gemm.DESIGNS[self.gemm].kernel
+
     def reads(self, tokens: int) -> int:
         """How often a pass over `tokens` goes through the weights."""
         return 1 if self.tile is None else -(-tokens // self.tile)
@@ -105,10 +119,11 @@ DESIGNS = {design.name: design for design in (
     Design("int8_matrix", "int8_matrix", "int8", "bf16", gdn_terms=1),
     Design("tensor_cores", "tensor_cores", "bf16", "bf16", ffn="bf16", gdn_terms=1),
     Design("wgmma", "wgmma", "bf16", "bf16", ffn="bf16", gdn_terms=1),
+    Design("packed_wgmma", panel_gemm.NAME, "bf16", "bf16", ffn="bf16", gdn_terms=1),
 )}
 """The engine of the article, the same on its dp4a kernel, and its candidates A, B (on dot products and on matrix
-instructions) and C (on those and on a warpgroup's). Where activations are rounded, one term of the gated delta net adds
-less than a tenth to what that costs."""
+instructions) and C (on those, on a warpgroup's, and on these with weights in the order that they take). Where
+activations are rounded, one term of the gated delta net adds less than a tenth to what that costs."""
 
 
 # ---- sizes
@@ -158,6 +173,15 @@ def first_layers(model: Inventory, layers: int) -> Inventory:
 def weight_bytes(model: Inventory) -> int:
     """Bytes of all weights in tiles: the layers' projections, the embedding and lm_head."""
     return int((model.weights + 2 * model.lm_head.weights) * BITS_PER_WEIGHT) // 8
+
+
+def panel_bytes(backend: Backend, design: Design, model: Inventory) -> int:
+    """Bytes of the panels that a pass in a design makes for itself, beside the weights in tiles: 0 for a design without
+    panels, and for one that does not run on this backend."""
+    products = (*model.fused(), model.lm_head)
+    if not design.in_panels or any(panel_gemm.why_not(backend, p.n, p.k) for p in products):
+        return 0
+    return sum(p.count * panel_gemm.panel_bytes(p.n, p.k) for p in products)
 
 
 def _check_layers(layers):
@@ -307,7 +331,8 @@ class Outcome:
 class Pass:
     """One prefill pass, prepared once: `feed` tokens, then call it, which only launches; it allocates nothing after its
     first run but what PyTorch's attention takes from PyTorch's own pool, so that a CUDA graph can hold it. Kernels
-    and attention run on CuPy's and on PyTorch's current stream, which must be the same one.
+    and attention run on CuPy's and on PyTorch's current stream, which must be the same one. A design on panels makes
+    them when it is prepared (`panel_bytes`), and they go with the pass.
 
     model, design: weights, and how to compute with them.
     tokens: how many. start: how many came before, in passes that used the same `state`; those must have run.
@@ -402,6 +427,7 @@ class Pass:
         last = slice(self.tokens - 1, self.tokens)
         self._logits = backend.empty((1, sizes.vocabulary), np.float32)
         self._multiply(model.lm_head, _each(x, last), self._logits)
+        backend.launched.clear()  # what has laid out weights is no part of a call
 
     def _recur(self, weights: Layer, state: gated_delta_net.State, x):
         """The steps of a gated delta net between two norms; returns what they add to the stream."""
@@ -461,7 +487,8 @@ class Pass:
         if self.design.tile:
             self._steps.append(tile_by_tile(self._backend, self.design, tiles, x, out))
             return
-        product = PrefillGemm(self._backend, tiles, self.design.gemm)
+        product = (PanelGemm(self._backend, tiles) if self.design.in_panels else
+                   PrefillGemm(self._backend, tiles, self.design.gemm))
         size = product.scratch(len(out))
         scratch = self._once(("scratch", size), lambda: self._backend.empty(size, np.float32)) if size else None
         self._steps.append(product.prepare(x, out=out, scratch=scratch))

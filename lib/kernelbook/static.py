@@ -8,12 +8,21 @@ from pathlib import Path
 
 from kernelbook import ROOT, records, toolchain
 from kernelbook.backends import Source
-from kernelbook.ops import gated_delta_net, grouped_gemm, int8_pv, layer, prefill_gemm, q4_probe
+from kernelbook.ops import (
+    gated_delta_net,
+    grouped_gemm,
+    int8_pv,
+    layer,
+    packed_gemm,
+    panel_gemm,
+    prefill_gemm,
+    q4_probe,
+)
 
 RECORD = ROOT / "runs" / "static.json"
 """Where `make static` leaves its record, and where the report finds it."""
 
-FAMILIES = (grouped_gemm, q4_probe, prefill_gemm, gated_delta_net, layer, int8_pv)
+FAMILIES = (grouped_gemm, packed_gemm, q4_probe, prefill_gemm, panel_gemm, gated_delta_net, layer, int8_pv)
 
 FIGURES = {"registers": "1", "spill_bytes": "B", "stack_bytes": "B", "shared_bytes": "B", "fused": "1",
            "dots_per_mac": "1", "instructions": "1"}

@@ -16,7 +16,7 @@ def written(tmp_path, text):
     "GEMM": ["grouped_gemm_float", "reduce_splits", "q4_gemm", "prefill_gemm_bf16", "void rq_q4_gemv_mr<2, 16>(float*)",
              "void mul_mat_q<(ggml_type)2, (int)128, (bool)0>(char const*)", "quantize_q8_1(float const*, void*)",
              "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>(int)",
-             "q4_explicit_fma", "prefill_wgmma", "quantize_activations",
+             "q4_explicit_fma", "prefill_wgmma", "packed_wgmma", "quantize_activations",
              "sm90_xmma_gemm_bf16bf16_bf16f32", "void gemv2T_kernel_val<int, int, float>(int)"],
     "GDN": ["conv_and_gates", "sequential", "chunk_factors", "chunk_scan", "gated_delta_net",
             "void gated_delta_net_cuda<128>(float const*)", "ssm_conv_long_token_f32",
@@ -45,7 +45,7 @@ def test_the_rules_of_the_package(bucket, names):
 
 def test_every_kernel_of_the_collection_has_a_bucket():
     files = [path for path in (ROOT / "kernels").glob("*/*.cu") if path.parent.name != "ceilings"]
-    pattern = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^\n]*\)\s+)?(\w+)\(')
+    pattern = re.compile(r'extern "C" __global__ void (?:OF_CLUSTER )?(?:__launch_bounds__\([^\n]*\)\s+)?(\w+)\(')
     names = {name for path in files for name in pattern.findall(path.read_text())}
     assert len(names) >= len(files) - 2  # two designs of one kernel may share a name
     assert {name for name in names if rules().bucket(name) is None} == set(), "add them to rules.yaml"

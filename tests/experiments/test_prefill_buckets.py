@@ -19,6 +19,8 @@ from kernelbook.shapes import QWEN3_5_27B
 
 KINDS = {claim.id: claim.kind for claim in claims.load("prefill_breakdown")}
 TOKENS = 17  # a tile of 16 and one more
+ON_HOPPER = ("wgmma", "packed_wgmma")
+HERE = [name for name in study.COMPARED if name not in ON_HOPPER]
 MS = 1_000_000
 NAMES = {"GEMM": "q4_explicit_fma", "GDN": "sequential", "attention": "rotary_heads", "norm/act": "add_norm"}
 
@@ -117,8 +119,8 @@ def peer(ms=20.0, beside=10.0, part=None, **more):
 def judged(lab, finding, claim, verdict):
     """The finding is on `claim`, came out as `verdict`, and the record takes it; its rows make a table."""
     assert (finding.claim, finding.verdict) == (claim, verdict), finding.evidence
-    lab.record.verdicts.clear()  # of the same claim, judged on other data
-    lab.judge(finding)
+    record = records.Record("2_prefill_breakdown", {}, lab.record.environment)  # others hold one on other data
+    replace(lab, record=record).judge(finding)
     assert re.fullmatch(r"[^ ].*[^ ]", finding.evidence) and "  " not in finding.evidence
     for row in finding.data:
         assert all(isinstance(v, str | int | float | None) for v in row.values()), row
@@ -206,6 +208,25 @@ def test_as_many_layers_as_fit(timed, monkeypatch):
     assert asked.pop()[1]["layers"] == 8
 
 
+def test_panels_take_room_where_they_are_made(environment, hopper_in_numpy, monkeypatch):
+    """Half the layers then fit; without such a design, or elsewhere, all do."""
+    asked = []
+    monkeypatch.setattr(type(hopper_in_numpy), "simulated", False)
+    monkeypatch.setattr(Model, "random", lambda backend, inventory, **how: asked.append(how["layers"]))
+    weights = qwen3_5.weight_bytes(QWEN3_5_27B)
+    monkeypatch.setattr(study, "_free_bytes", lambda lab: weights + study.SPACE)
+    lab = experiments.Lab(hopper_in_numpy, records.Record("2_prefill_breakdown", {}, environment))
+    for designs in (study.COMPARED, ["article", "wgmma"]):
+        study.make_model(lab, 64, designs)
+    assert asked == [28, 64]
+    panels = qwen3_5.panel_bytes(hopper_in_numpy, DESIGNS["packed_wgmma"], QWEN3_5_27B)
+    model = SimpleNamespace(inventory=QWEN3_5_27B)
+    for best, needed in (("wgmma", weights + study.PEER_SPACE), ("packed_wgmma", weights + panels + study.PEER_SPACE)):
+        for free in (needed, needed - 1):
+            monkeypatch.setattr(study, "_free_bytes", lambda lab, free=free: free)
+            assert (study._no_room(lab, model, fabricated(**{best: 5.0})) is None) == (free == needed)
+
+
 def test_the_prompt_follows_from_the_seed(lab):
     ids = study.prompt(lab, TINY, 50)
     assert np.array_equal(ids, study.prompt(lab, TINY, 50)) and ids.min() >= 0 and ids.max() < TINY.vocabulary
@@ -231,18 +252,29 @@ def test_the_articles_tables_added_up_again(lab):
 
 def test_every_design_against_float64(simulated):
     lab, _, runs = simulated
-    assert runs.reference == "float64" and [row["design"] for row in runs.rows] == list(study.COMPARED[:-1])
+    assert runs.reference == "float64" and [row["design"] for row in runs.rows] == HERE
     errors = {row["design"]: row["logits, error"] for row in runs.rows}
     assert errors["article"] < 1e-6 < errors["tiled_fp32"] < 1e-5 < 1e-3 < errors["tensor_cores"] < errors["int8_dot"]
-    assert list(runs.left_out) == ["wgmma"] and "warpgroup instructions" in runs.left_out["wgmma"]
-    skipped, = measured(lab, variant="wgmma")
-    assert (skipped["status"], skipped["value"]) == ("skipped", None)
+    assert tuple(runs.left_out) == ON_HOPPER
+    for name in ON_HOPPER:
+        assert "warpgroup instructions" in runs.left_out[name]
+        skipped, = measured(lab, variant=name)
+        assert (skipped["status"], skipped["value"]) == ("skipped", None)
     assert not performance(lab) and not runs.times and runs.best is None and not runs.breakdowns
+
+
+def test_a_pass_in_panels(environment, hopper_in_numpy):
+    lab = experiments.Lab(hopper_in_numpy, records.Record("2_prefill_breakdown", {}, environment))
+    runs = study.passes(lab, study.make_model(lab), TOKENS, ["article", "packed_wgmma"])
+    assert not runs.left_out and 1e-3 < runs.rows[1]["logits, error"] < study.TINY_BOUNDS["bf16"]
+    rows = {row["engine"]: row for row in judged(lab, study.launches(lab, runs), "B11", "reproduced").data}
+    row = rows["packed_wgmma"]
+    assert (row["launches"], row["predicted"], row["counted"]) == ("products, packed_wgmma", 17, 17)
 
 
 def test_errors_grow_layer_by_layer(simulated):
     lab, _, runs = simulated
-    for design in study.COMPARED[:-1]:
+    for design in HERE:
         grown = [row["error"] for row in runs.growth if row["design"] == design]
         assert len(grown) == TINY.layers + 1 and grown[0] == 0 and 0 < grown[1] < grown[-1]
         recorded = measured(lab, variant=design, metric="relative_frobenius_of_stream")
@@ -256,7 +288,7 @@ def test_what_a_simulated_run_says(lab, simulated):
     ratio, order = study.gap(lab, runs, none)
     judged(lab, ratio, "B01", "not testable here")
     assert "15.25 times as long" in ratio.evidence and "article 1.9e-07" in ratio.evidence
-    assert "Left out is wgmma" in ratio.evidence
+    assert "Left out is wgmma" in ratio.evidence and "Left out is packed_wgmma" in ratio.evidence
     judged(lab, order, "B02", "not testable here")
     assert "GEMM is 85% of the gap and GDN 12%" in order.evidence
     assert order.data[0]["ratio"] == pytest.approx(1576 / 85)

@@ -117,7 +117,24 @@ def test_without_a_gpu_results_are_checked(lab):
         assert row["error"] <= study.BOUND[form]
         assert (1e-3 < row["error to float"] < 2e-2) == (form != "float32")
         assert row["candidate"] == {study.BASE: study.BASE, **study.CANDIDATES}[row["variant"]]
-    assert any(m["variant"] == "5_wgmma" and m["status"] == "skipped" for m in lab.record.measurements)
+    for variant in ("5_wgmma", "7_packed_wgmma"):
+        skipped = [m for m in lab.record.measurements if m["variant"] == variant]
+        assert len(skipped) == 6 and {m["status"] for m in skipped} == {"skipped"}
+        assert all("needs Hopper's warpgroup instructions" in m["reason"] for m in skipped)
+
+
+def test_products_in_panels(environment, hopper_in_numpy, peers):
+    """On every shape, the narrowest too, against the same reference and with the same activations as other designs on
+    bf16."""
+    lab = experiments.Lab(hopper_in_numpy, records.Record("2_prefill_breakdown", {}, environment))
+    model = replace(MODEL, projections=(*MODEL.projections, shapes.Projection("b", 12, 160, 3, "norm")))
+    found = study.candidates(lab, model, (1, 20), ("tensor_cores", "packed_wgmma"), pass_rows=20)
+    rows = [row for row in found.data if row["variant"] == "packed_wgmma"]
+    assert [(row["projection"], row["M"]) for row in rows] == [(p, m) for p in "qkb" for m in (1, 20)]
+    assert all(1e-3 < row["error"] <= study.BOUND["bf16"] and row["candidate"] == "C" for row in rows)
+    assert {m["variant"] for m in lab.record.measurements} == {
+        "q4_probe_tiles_of_16", "4_tensor_cores", "7_packed_wgmma"}
+    assert len({id(call["data"]) for call in hopper_in_numpy.launches}) == 3  # packed once a shape
 
 
 def test_a_wrong_design_shows_without_a_gpu(lab, monkeypatch):

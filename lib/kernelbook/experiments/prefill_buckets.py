@@ -35,7 +35,7 @@ from kernelbook.shapes import QWEN3_5_27B, Inventory
 
 KERNEL = "pass"
 ARTICLE, LLAMA = "article", "llama.cpp"
-COMPARED = ("article", "tiled_fp32", "int8_dot", "int8_matrix", "tensor_cores", "wgmma")
+COMPARED = ("article", "tiled_fp32", "int8_dot", "int8_matrix", "tensor_cores", "wgmma", "packed_wgmma")
 """Designs of qwen3_5 that a run compares."""
 BOUNDS = {"float32": 2e-4, "bf16": 0.1, "int8": 0.25}
 """Of the relative error of logits and of each layer's stream, by activations. A tiny model of 64 layers is at 3e-5,
@@ -84,21 +84,30 @@ def check_parameters(*, layers: int, pass_tokens: int, designs: Sequence[str], r
                          "compared, and each once")
 
 
-def make_model(lab: Lab, layers: int = QWEN3_5_27B.layers) -> Model:
+def make_model(lab: Lab, layers: int = QWEN3_5_27B.layers, designs: Sequence[str] = COMPARED) -> Model:
     """Random weights of Qwen3.5-27B on a GPU, of the tiny model in the simulator.
 
     layers: a multiple of 4; fewer, as many as fit, where the device's memory is short: the model's inventory tells.
+    designs: in which passes are to be run.
     Raises BackendUnavailable where not even four layers fit.
     """
     if not lab.timed:
         return Model.random(lab.backend, TINY, seed=lab.seed)
     free = _free_bytes(lab)
-    fitting = [n for n in range(qwen3_5.INTERVAL, layers + 1, qwen3_5.INTERVAL)
-               if qwen3_5.weight_bytes(qwen3_5.first_layers(QWEN3_5_27B, n)) + SPACE <= free]
+
+    def needed(count):
+        few = qwen3_5.first_layers(QWEN3_5_27B, count)
+        return qwen3_5.weight_bytes(few) + _panel_bytes(lab, designs, few) + SPACE
+    fitting = [n for n in range(qwen3_5.INTERVAL, layers + 1, qwen3_5.INTERVAL) if needed(n) <= free]
     if not fitting:
         raise BackendUnavailable(f"{lab.backend.device} has {free / 2**30:.1f} GiB free; four layers of "
                                  f"{QWEN3_5_27B.name} and their passes take more")
     return Model.random(lab.backend, QWEN3_5_27B, seed=lab.seed, layers=fitting[-1])
+
+
+def _panel_bytes(lab, designs, inventory) -> int:
+    """Bytes of what passes in `designs` that are there at the same time lay out anew."""
+    return sum(qwen3_5.panel_bytes(lab.backend, DESIGNS[name], inventory) for name in designs)
 
 
 def _free_bytes(lab) -> int:
@@ -363,7 +372,7 @@ def llama(lab: Lab, model: Model, runs: Passes, repeats: int = 7, file: str = ""
     file: where the weights are written to as GGUF, and stay; empty: a temporary folder, which needs 15 GB. Whatever
     fails is recorded with the reason, and costs nothing that was measured before.
     """
-    reason = (llama_cpp.missing() or _no_room(lab, model)) if lab.timed else NEEDS_GPU
+    reason = (llama_cpp.missing() or _no_room(lab, model, runs)) if lab.timed else NEEDS_GPU
     if reason:
         return _no_peer(lab, runs, "skipped", reason)
     try:
@@ -377,9 +386,11 @@ def llama(lab: Lab, model: Model, runs: Passes, repeats: int = 7, file: str = ""
         return _no_peer(lab, runs, "runtime_error", f"{type(error).__name__}: {error}"[:300])
 
 
-def _no_room(lab, model) -> str | None:
-    """Why the device cannot hold the weights a second time; None where it can."""
-    needed, free = qwen3_5.weight_bytes(model.inventory) + PEER_SPACE, _free_bytes(lab)
+def _no_room(lab, model, runs) -> str | None:
+    """Why the device cannot hold the weights a second time, and what our best design lays out anew; None where it can.
+    """
+    ours = _panel_bytes(lab, [runs.best] if runs.best else [], model.inventory)
+    needed, free = qwen3_5.weight_bytes(model.inventory) + ours + PEER_SPACE, _free_bytes(lab)
     if needed <= free:
         return None
     return (f"it takes {needed / 2**30:.1f} GiB beside our own weights, and {lab.backend.device} has "
@@ -664,7 +675,7 @@ def _our_launches(runs: Passes) -> list[dict]:
     sizes, rows = _inventory(runs), []
     for name, launched in runs.launches.items():
         design = DESIGNS[name]
-        kernel = f"{'q4' if design.tile else 'prefill'}_{design.gemm}"
+        kernel = design.kernel
         products = sum(p.count for p in sizes.fused()) if design.fused else sizes.gemms
         tiles = design.reads(runs.tokens)
         expected = Expected(f"products, {kernel}", kernel, products * tiles + 1,

@@ -8,6 +8,7 @@ of the weights. Where a design takes int8 activations, rounding them is part of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,15 +17,19 @@ from kernelbook.backends import Source
 from kernelbook.experiments import Finding, Lab, not_timed, omitted
 from kernelbook.experiments.prefill_probe import compile_ahead
 from kernelbook.ops import gated_delta_net as gdn
-from kernelbook.ops import layer
+from kernelbook.ops import layer, panel_gemm
 from kernelbook.ops import prefill_gemm as op
 from kernelbook.ops.prefill_tensor import TensorDesign
 from kernelbook.peers import delta_net as delta_net_peers
 from kernelbook.peers import gemm as gemm_peers
 
 KERNEL = "prefill_gemm"
-CANDIDATES = {"tiled_fp32": "A", "int8_dot": "B", "int8_matrix": "B", "tensor_cores": "C", "wgmma": "C"}
-"""The article's letter of each design."""
+CANDIDATES = {"tiled_fp32": "A", "int8_dot": "B", "int8_matrix": "B", "tensor_cores": "C", "wgmma": "C",
+              panel_gemm.NAME: "C"}
+"""The article's letter of each design: of those of `prefill_gemm`, which read tiles, and of the one on panels."""
+ACTIVATIONS = {name: design.activations for name, design in op.DESIGNS.items()} | {
+    panel_gemm.NAME: panel_gemm.ACTIVATIONS}
+FILES = {name: design.file for name, design in op.DESIGNS.items()} | {panel_gemm.NAME: panel_gemm.FILE}
 BASE = "article"
 """The article's engine: its probe, explicit FMA with R = 4, on tiles of 16 tokens one after the other."""
 ENGINE = qwen3_5.DESIGNS[BASE]
@@ -103,6 +108,11 @@ class _Problem:
         self.sample = formats.Tiles(np.ascontiguousarray(self.tiles.data[ends]))
         self.columns = (ends[:, None] * 4 + np.arange(4)).ravel()
 
+    @cached_property
+    def in_panels(self) -> list[panel_gemm.PanelGemm]:
+        """As many copies once more. Raises ValueError where they cannot be multiplied."""
+        return [panel_gemm.PanelGemm(self.backend, gemm.data) for gemm in self.gemms]
+
     def copies(self, nbytes: int) -> int:
         """Of weights of so many bytes, that are made."""
         return min(MAX_COPIES, measure.rotation(nbytes, self.backend.l2_bytes)) if self.lab.timed else 1
@@ -145,8 +155,9 @@ class _Rows:
 
     def design(self, name: str) -> _Bench:
         """Raises ValueError where the design cannot run on this backend or shape."""
-        backend, form = self.problem.backend, op.DESIGNS[name].activations
-        gemms = [gemm.using(name) for gemm in self.problem.gemms[:self.copies]]
+        backend, form = self.problem.backend, ACTIVATIONS[name]
+        gemms = (self.problem.in_panels if name == panel_gemm.NAME else
+                 [gemm.using(name) for gemm in self.problem.gemms])[:self.copies]
         size = gemms[0].scratch(self.m)
         scratch = backend.empty(size, np.float32) if size else None
         out, x = self.out[:self.m], self.x[:self.m]
@@ -206,7 +217,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 def _variant(name: str) -> str:
     """What records call a design: ours by its file."""
-    return op.DESIGNS[name].file if name in op.DESIGNS else "q4_probe_tiles_of_16" if name == BASE else name
+    return FILES.get(name, "q4_probe_tiles_of_16" if name == BASE else name)
 
 
 # ---------------------------------------------------------------- the candidates (B14)
@@ -226,7 +237,7 @@ def candidates(lab: Lab, model: shapes.Inventory = shapes.QWEN3_5_27B, rows: Seq
     """
     check_parameters(rows=rows, designs=designs, pass_rows=pass_rows, tokens=[1], layers=1)
     peers = _peers(lab)
-    compile_ahead(lab, [source for name in designs for source in _sources(lab, op.DESIGNS[name])])
+    compile_ahead(lab, [source for name in designs for source in _sources(lab, name)])
     table, left_out = [], []
     for i, p in enumerate(distinct(model)):
         problem = _Problem(lab, p, i, None if lab.timed else 64)
@@ -241,12 +252,15 @@ def candidates(lab: Lab, model: shapes.Inventory = shapes.QWEN3_5_27B, rows: Seq
     return _judge(lab, table, model, designs, pass_rows, left_out)
 
 
-def _sources(lab, design) -> list[Source]:
+def _sources(lab, name) -> list[Source]:
     """Every form of a design that a product may launch here."""
-    matrix = lab.backend.matrix[0]
+    matrix, is_hopper = lab.backend.matrix[0], getattr(lab.backend, "arch", None) == "90a"
+    if name == panel_gemm.NAME:
+        return panel_gemm.product_sources() if is_hopper else []
+    design = op.DESIGNS[name]
     if not isinstance(design, TensorDesign):
         return [design.source(tokens, matrix) for tokens in design.tokens]
-    if design.wgmma and getattr(lab.backend, "arch", None) != "90a":
+    if design.wgmma and not is_hopper:
         return []
     return [design.source(tile.tokens, matrix) for tile in design.tiles]
 
@@ -321,7 +335,8 @@ def _fits(problem: _Problem, m: int, memory_gib: float) -> bool:
     if not problem.lab.timed:
         return True
     n, k = problem.n, problem.k
-    weights = 2 * len(problem.gemms) * problem.tiles.nbytes + problem.copies(2 * n * k) * 2 * n * k
+    # tiles, panels, and a peer's, of 4 bits
+    weights = 3 * len(problem.gemms) * problem.tiles.nbytes + problem.copies(2 * n * k) * 2 * n * k
     # activations in three forms and two peers'; outputs of ours, a slice of K more or two, and of peers
     needed = (weights + m * k * (4 + 2 + 1 + 4) + m * n * 4 * 6) / 2**30
     if needed > memory_gib:
