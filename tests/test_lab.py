@@ -25,6 +25,7 @@ from kernelbook import ROOT, notebooks, runner
 
 FAULTS = Path(__file__).parent / "data" / "simulator" / "faults.cu"
 CELL_S = 120
+NOTEBOOK_S = 420  # with every kernel to compile, beside other tests
 LAB_S = 60
 
 
@@ -291,6 +292,7 @@ def smoke(folder):
     nbformat.write(node, folder / "1_grouped_gemm.ipynb")
 
 
+@pytest.mark.timeout(NOTEBOOK_S + LAB_S)
 def test_in_a_browser_a_notebook_runs_a_widget_moves_its_plot_and_a_compile_error_shows_its_line(page, tmp_path):
     copy = tmp_path / "copy"
     (copy / "notebooks").mkdir(parents=True)
@@ -301,7 +303,7 @@ def test_in_a_browser_a_notebook_runs_a_widget_moves_its_plot_and_a_compile_erro
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         error = page.locator(".jp-OutputArea-output", has_text="CompileError")
-        error.wait_for(timeout=1000 * CELL_S)
+        error.wait_for(timeout=1000 * NOTEBOOK_S)
         words = error.inner_text()  # while it is in sight
         failed = page.locator(".jp-OutputArea-output[data-mime-type*=stderr], .jp-RenderedText[data-mime-type*=error]")
         assert failed.count() == 1, failed.all_inner_texts()
