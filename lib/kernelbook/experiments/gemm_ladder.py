@@ -42,6 +42,8 @@ BANDWIDTH_ROWS = 64
 """M up to which a speed is recorded as a bandwidth; beyond, as operations a second."""
 COMPILING_PEERS = ("humming_int8", "humming_int4")
 """Peers that compile at their first call for a shape, for seconds, and keep what they have compiled on disk."""
+SIMULATED_COLUMNS = 128
+"""N up to which a simulator has the time for every design and case."""
 ACTIVATION_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CODE_BITS = {"int8": 8, "int4": 4}
 
@@ -137,9 +139,11 @@ def selftest(lab: Lab, rows: Iterable[int] = article.SELFTEST_ROWS, columns: Ite
     """Every design that can run here, twice on each case, against float64 within the design's own bound.
 
     The cases are those of the article's selftest: of its K and N most are no whole chunk or panel, and strips in groups
-    of 64 and 128 repeat their scales.
+    of 64 and 128 repeat their scales. A simulator, which takes minutes for the others, tries N up to SIMULATED_COLUMNS.
     """
-    rows, precisions, found = tuple(rows), tuple(precisions), Selftest()
+    rows, columns, precisions, found = tuple(rows), tuple(columns), tuple(precisions), Selftest()
+    if not lab.timed:
+        columns = tuple(n for n in columns if n <= SIMULATED_COLUMNS) or (min(columns),)
     _compile_designs(lab)
     for name, design in op.DESIGNS.items():
         if why_not := _refusals(lab, design, precisions, rows):
