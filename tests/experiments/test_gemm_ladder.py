@@ -179,7 +179,7 @@ SHAPES = [projection(48, 96), projection(80, 64), projection(70, 64, "lm_head")]
 def test_without_a_gpu_there_are_errors_and_no_times(lab):
     found = study.ladder(lab, SHAPES, [1, 4, 2048])
     assert found.points == [] and found.wrong == [] and found.unequal == 0
-    assert {row["M"] for row in found.errors} == {1, 4, 8} and study.ARTICLE in {r["variant"] for r in found.errors}
+    assert {row["M"] for row in found.errors} == {1, 4} and study.ARTICLE in {r["variant"] for r in found.errors}
     assert {row["shape"] for row in found.errors} == {"48 x 96", "64 x 64"}  # at most 64 columns, each K once
     assert measured(lab, "time_us") == [] and study.empty_launch(lab) is None
     assert all(row["within it"] for row in found.worst_errors())

@@ -43,7 +43,9 @@ BANDWIDTH_ROWS = 64
 COMPILING_PEERS = ("humming_int8", "humming_int4")
 """Peers that compile at their first call for a shape, for seconds, and keep what they have compiled on disk."""
 SIMULATED_COLUMNS = 128
-"""N up to which a simulator has the time for every design and case."""
+SIMULATED_ROWS = (1, 3, 4)
+"""N up to which, and M for which, a simulator has the time for every design: a form of each kernel is built for each
+power of two in M, and tests/ops builds them all."""
 ACTIVATION_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CODE_BITS = {"int8": 8, "int4": 4}
 
@@ -139,11 +141,13 @@ def selftest(lab: Lab, rows: Iterable[int] = article.SELFTEST_ROWS, columns: Ite
     """Every design that can run here, twice on each case, against float64 within the design's own bound.
 
     The cases are those of the article's selftest: of its K and N most are no whole chunk or panel, and strips in groups
-    of 64 and 128 repeat their scales. A simulator, which takes minutes for the others, tries N up to SIMULATED_COLUMNS.
+    of 64 and 128 repeat their scales. In a simulator, which takes minutes to build and run the others, those
+    of N up to SIMULATED_COLUMNS and of SIMULATED_ROWS.
     """
     rows, columns, precisions, found = tuple(rows), tuple(columns), tuple(precisions), Selftest()
     if not lab.timed:
         columns = tuple(n for n in columns if n <= SIMULATED_COLUMNS) or (min(columns),)
+        rows = tuple(m for m in rows if m in SIMULATED_ROWS) or (min(rows),)
     _compile_designs(lab)
     for name, design in op.DESIGNS.items():
         if why_not := _refusals(lab, design, precisions, rows):
@@ -344,10 +348,10 @@ def ladder(lab: Lab, shapes_: Sequence[shapes.Projection], rows: Sequence[int], 
 
     rows: M. peer_shapes: how many of the shapes, the first ones, peers are measured on. budget_s: seconds of measuring
     a shape, precision and M, see measure.device_times.
-    Without a GPU on 64 columns of the first shape of each K, at M up to 8, without times and peers.
+    Without a GPU on 64 columns of the first shape of each K, at M of 1 and 4, without times and peers.
     """
     found, inputs = Ladder(), {}
-    rows = sorted({m if lab.timed else min(m, 8) for m in rows})
+    rows = sorted(set(rows) if lab.timed else {1 if m == 1 else 4 for m in rows})
     if not lab.timed:
         shapes_ = [p for i, p in enumerate(shapes_) if p.k not in {q.k for q in shapes_[:i]}]
     peers = _peers(lab) if lab.timed else []
