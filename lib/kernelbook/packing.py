@@ -31,7 +31,8 @@ ROWS = 16
 COLUMNS = 128
 """Of a chunk."""
 SCALE_BYTES = 2 * ROWS * COLUMNS // BLOCK
-CHUNK_BYTES = {"int8": ROWS * COLUMNS + SCALE_BYTES, "int4": ROWS * COLUMNS // 2 + SCALE_BYTES}
+CODE_BITS = {"int8": 8, "int4": 4}
+CHUNK_BYTES = {precision: ROWS * COLUMNS * bits // 8 + SCALE_BYTES for precision, bits in CODE_BITS.items()}
 """2176 and 1152."""
 
 _AT_ONCE = 128  # rows that are packed at once: temporaries that stay in cache

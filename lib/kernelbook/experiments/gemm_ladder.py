@@ -47,7 +47,6 @@ SIMULATED_ROWS = (1, 3, 4)
 """N up to which, and M for which, a simulator has the time for every design: a form of each kernel is built for each
 power of two in M, and tests/ops builds them all."""
 ACTIVATION_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-CODE_BITS = {"int8": 8, "int4": 4}
 
 
 def projections() -> list[shapes.Projection]:
@@ -294,7 +293,7 @@ class _Weights:
     def __init__(self, lab: Lab, p: shapes.Projection, precision: str):
         self.lab, self.backend = lab, lab.backend
         n = p.n if lab.timed else min(p.n, 64)
-        self.panels = packing.random_panels(lab.rng(50, n, p.k, CODE_BITS[precision]), n, p.k, precision)
+        self.panels = packing.random_panels(lab.rng(50, n, p.k, packing.CODE_BITS[precision]), n, p.k, precision)
         self.strips = packing.unpack(self.panels)
         self.columns, sample = article._outer_columns(self.strips)
         self.sample = sample.dequantize(np.float64)
@@ -396,7 +395,7 @@ def _ours(weights: _Weights, x: _Activations, out) -> list[_Contender]:
     """The article's kernel and the designs that take these rows here. Bytes of weights are those of panels for all: a
     kernel that reads codes of 4 bits from a byte each reads more than it would have to."""
     lab, m, panels = weights.lab, len(out), weights.panels
-    codes = CODE_BITS[panels.precision] * panels.n * panels.k // 8
+    codes = packing.CODE_BITS[panels.precision] * panels.n * panels.k // 8
     scales = 2 * panels.n * panels.k // formats.BLOCK
     found = []
 
@@ -510,7 +509,7 @@ def _peers(lab: Lab) -> list[gemm_peers.Peer]:
 def _prepare_peers(lab, weights: _Weights, peers) -> dict[gemm_peers.Peer, list[Callable]]:
     """Peer to its calls, one for each copy of the weights: those that serve this precision."""
     ready, n, k = {}, weights.panels.n, weights.panels.k
-    serving = [peer for peer in peers if peer.bits in (CODE_BITS[weights.panels.precision], 16)]
+    serving = [peer for peer in peers if peer.bits in (packing.CODE_BITS[weights.panels.precision], 16)]
     dense = weights.dense() if serving else None
     for peer in serving:
         try:

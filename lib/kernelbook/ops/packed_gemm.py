@@ -39,7 +39,6 @@ BOUNDS = {"float32": 2e-6, "float16": 5e-4, "bfloat16": 4e-3}
 """On the relative Frobenius error against float64 on the codes and the float32 activations, by what these become."""
 
 SUFFIXES = {"float32": "", "float16": "_f16", "bfloat16": "_bf16"}
-CODE_BITS = {"int8": 8, "int4": 4}
 MAX_ROWS = 32
 WARPS = 8
 INT32_MAX = 2**31 - 1
@@ -127,7 +126,7 @@ class PanelsDesign:
 
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
-        return [self.source(precision, m) for precision in CODE_BITS for m in (1, 2, 4)]
+        return [self.source(precision, m) for precision in packing.CODE_BITS for m in (1, 2, 4)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
@@ -199,7 +198,7 @@ class RingDesign:
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
         return [self.source(precision, self._form(precision, m, SHARED["90a"] << 10))
-                for precision in CODE_BITS for m in (1, 2, 4, 8, 16, 32)]
+                for precision in packing.CODE_BITS for m in (1, 2, 4, 8, 16, 32)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
@@ -306,7 +305,7 @@ class RangesDesign:
 
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
-        return [self.source(precision, self._form(precision, m)) for precision in CODE_BITS for m in (1, 2, 4)]
+        return [self.source(precision, self._form(precision, m)) for precision in packing.CODE_BITS for m in (1, 2, 4)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
@@ -367,7 +366,7 @@ def _source(file, precision, activations, form, **more):
 
 
 def _constants(precision, activations, rows):
-    return {"BITS": CODE_BITS[precision], "ACTIVATIONS": list(DTYPES).index(activations), "ROWS": rows}
+    return {"BITS": packing.CODE_BITS[precision], "ACTIVATIONS": list(DTYPES).index(activations), "ROWS": rows}
 
 
 def _power(m: int) -> int:

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernelbook.backends import Backend, Source
-from kernelbook.packing import CHUNK_BYTES, COLUMNS, ROWS
+from kernelbook.packing import CHUNK_BYTES, CODE_BITS, COLUMNS, ROWS
 
 STEP = 64  # columns of x in a stage
 BAND = 64  # rows of w of one product
 SHARED = 227 << 10  # bytes of shared memory that a block may have
 ALIGN = 1024  # of stages of x
-CODE_BITS = {"int8": 8, "int4": 4}
 AHEAD = 2  # groups of 32 columns that become weights at a time
 MOST_COLUMNS_AHEAD = 2048  # of x that are copied ahead: more hide nothing
 INT32_MAX = 2**31 - 1
