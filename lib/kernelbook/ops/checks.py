@@ -1,5 +1,7 @@
 """Checks of what a kernel is about to be given, before anything is launched."""
 
+import math
+
 import numpy as np
 
 
@@ -66,3 +68,15 @@ def check_count(what, value):
         raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an integer")
     if value < 1:
         raise ValueError(f"{what} = {value}; expected at least 1")
+
+
+def given_scratch(backend, scratch, size, shape):
+    """`scratch`, float32 of one dimension, once it has the `size` elements that a product of `shape` takes; made where
+    it is None. Raises what `check_array` raises, and ValueError where it is too small."""
+    if scratch is None:
+        scratch = backend.empty(size, np.float32)
+    given = math.prod(getattr(scratch, "shape", ()))
+    check_array(backend, scratch, "scratch", (given,), np.float32, 16)
+    if given < size:
+        raise ValueError(f"scratch has {given} elements; {shape[0]} x {shape[1]} take {size}, see scratch()")
+    return scratch

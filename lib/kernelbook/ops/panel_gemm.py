@@ -21,7 +21,7 @@ import numpy as np
 
 from kernelbook import formats
 from kernelbook.backends import Backend, Source
-from kernelbook.ops.checks import check_apart, check_array
+from kernelbook.ops.checks import check_apart, check_array, given_scratch
 from kernelbook.ops.packed_wgmma import DESIGNS
 from kernelbook.packing import CHUNK_BYTES, COLUMNS, ROWS
 
@@ -130,11 +130,6 @@ class PanelGemm:
         bf16_out = getattr(out, "dtype", None) == np.uint16
         check_array(backend, out, "out", (m, self.n), np.uint16 if bf16_out else np.float32, 16)
         size = self.scratch(m)
-        if scratch is None:
-            scratch = backend.empty(size, np.float32)
-        given = math.prod(getattr(scratch, "shape", ()))
-        check_array(backend, scratch, "scratch", (given,), np.float32, 16)
-        if given < size:
-            raise ValueError(f"scratch has {given} elements; {m} x {self.n} take {size}, see scratch()")
+        scratch = given_scratch(backend, scratch, size, (m, self.n))
         check_apart(backend, {"out": out, "scratch": scratch}, {"x": x, "the weights": self.data})
         return _DESIGN.prepare(backend, _Weight(self.n, self.k), self.data, x, out, scratch if size else None)

@@ -26,7 +26,7 @@ import numpy as np
 
 from kernelbook import formats
 from kernelbook.backends import Backend, Source
-from kernelbook.ops.checks import check_apart, check_array, check_count
+from kernelbook.ops.checks import check_apart, check_array, check_count, given_scratch
 from kernelbook.ops.prefill_tensor import TENSOR_DESIGNS, Plan, TensorDesign, plan, tensor_launch
 from kernelbook.ops.q4_probe import reference, reference_int8
 
@@ -281,12 +281,7 @@ class PrefillGemm:
         bf16_out = getattr(out, "dtype", None) == np.uint16
         check_array(backend, out, "out", shape, np.uint16 if bf16_out else np.float32, 16)
         size = self.scratch(shape[0])
-        if scratch is None:
-            scratch = backend.empty(size, np.float32)
-        given = math.prod(getattr(scratch, "shape", ()))
-        check_array(backend, scratch, "scratch", (given,), np.float32, 16)
-        if given < size:
-            raise ValueError(f"scratch has {given} elements; {shape[0]} x {shape[1]} take {size}, see scratch()")
+        scratch = given_scratch(backend, scratch, size, shape)
         check_apart(backend, {"out": out, "scratch": scratch}, inputs | {"the weights": self.data})
         if shape[0] == 0:
             return lambda: out
