@@ -36,6 +36,7 @@ grouped_gemm_panels(const uint8_t *__restrict__ w, const Activation *__restrict_
   const int chunks = (K + kChunkColumns - 1) / kChunkColumns;
   const int begin = (int64_t)chunks * z / slices, end = (int64_t)chunks * (z + 1) / slices;
   Slice &slice = slices_of_x[warp];
+  let_next_launch_begin();
 
   const auto read = [&](int c, InRegisters &to) { to.read(w + ((size_t)panel * chunks + c) * kChunkBytes, lane); };
   Sums sums = {};
@@ -43,6 +44,7 @@ grouped_gemm_panels(const uint8_t *__restrict__ w, const Activation *__restrict_
   InRegisters here, next;
   int c = begin + warp;
   if (c < end) read(c, here);
+  await_launch_before();
 #pragma unroll 1
   for (; c < end; c += kWarps) {
     if (c + kWarps < end) read(c + kWarps, next);

@@ -64,6 +64,7 @@ grouped_gemm_ring(const uint8_t *__restrict__ w, const Activation *__restrict__ 
   const int tiles = (panels + WARPS - 1) / WARPS, steps = (chunks + CHUNKS - 1) / CHUNKS;
   const auto chunks_of = [&](int step) { return min(CHUNKS, chunks - step * CHUNKS); };
 
+  let_next_launch_begin();
   Ring<SLOTS, CHUNKS * kChunkBytes> ring(shared->rings[warp], shared->barriers[warp], lane);
   Cursor asked(tiles, steps);
   const auto ask = [&] {
@@ -89,6 +90,7 @@ grouped_gemm_ring(const uint8_t *__restrict__ w, const Activation *__restrict__ 
       if (row < ROWS) split_row(to[number % CHUNKS], row, from[i.value], lane);
     });
   };
+  await_launch_before();
   Cursor coming(tiles, steps);  // whose x is on its way, to be split a step later
   Four four[kTurns];
   read_x(coming.step, four);

@@ -110,6 +110,7 @@ grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *__restrict_
   const int lane = threadIdx.x, warp = __shfl_sync(GPU_FULL_MASK, (int)threadIdx.y, 0);
   const int panels = (N + kPanelRows - 1) / kPanelRows, chunks = (K + kChunkColumns - 1) / kChunkColumns;
   const Share share(panels, chunks);
+  let_next_launch_begin();
   const bool multiplies = warp < WARPS;
   const Range cut{share.first_of_warp<0>(warp), share.first_of_warp<0>(warp + 1)};
   const Range whole{share.first_of_warp<1>(warp), share.first_of_warp<1>(warp + 1)};
@@ -129,6 +130,7 @@ grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *__restrict_
 
   if (lane == 0 && warp <= WARPS) shared->firsts[0][warp] = cut.first, shared->firsts[1][warp] = whole.first;
 
+  await_launch_before();
   constexpr int kAtOnce = 8;  // a round of loads is a microsecond
 #pragma unroll 1
   for (int first = warp; first < M * chunks; first += kAtOnce * kWarps) {

@@ -35,7 +35,7 @@ constexpr int kStep = 32;                                // tokens or d of one i
 constexpr int kSteps = kTokens / kStep;
 constexpr int kUnits = kTokens / kUnit;
 constexpr int kScales = kTokens / kScaleTokens;
-constexpr int kCopyThreads = 96;                         // a warp each for K, for V and for scales
+constexpr int kCopyThreads = 64;                         // a warp each for K and for V, whose copies land
 
 // Registers of a thread. A block has what it is launched with, 65536 / kThreads each, rounded down to a multiple of 8: what
 // the threads that attend take, those that copy must have given.
@@ -141,8 +141,8 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
 
   if (thread < STAGES) {
     shared.landed[thread].init(kCopyThreads);
-    shared.full[thread].init(1);
-    shared.empty[thread].init(4 * GROUPS);
+    shared.full[thread].init(1 + 32);  // who shows that copies have landed, and the scales' warp
+    shared.empty[thread].init(128 * GROUPS);
   }
   __syncthreads();
   if (warpgroup == GROUPS) {
@@ -175,7 +175,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       for (int tile = first_tile; tile < end_tile; ++tile, turn = turn.next()) {
         const Unit next = find();
         if (tile >= first_tile + STAGES) shared.empty[turn.stage].wait(turn.parity ^ 1);
-        fill(shared.stages[turn.stage], shared.landed[turn.stage], mine);
+        fill(turn.stage, mine);
         mine = next;
       }
     };
@@ -185,18 +185,19 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       const int token = lane / kChunks, byte = lane % kChunks * 16, row = row_of_key(token);
       const int to = byte / kWidth * kTokens * kWidth + row * kWidth + swizzled<kWidth>(row, byte % kWidth);
       const int8_t *from = k_codes + token * HEAD_DIM + byte;
-      each_tile([&](Stage &stage, PhaseBarrier &landed, const Unit &mine) {
+      each_tile([&](int number, const Unit &mine) {
+        Stage &stage = shared.stages[number];
         unrolled<kUnits>([&](auto unit) {
-          const int number = __shfl_sync(GPU_FULL_MASK, mine.number, unit.value);
-          const int8_t *from_unit = from + (long long)number * (kUnit * HEAD_DIM);
+          const int from_number = __shfl_sync(GPU_FULL_MASK, mine.number, unit.value);
+          const int8_t *from_unit = from + (long long)from_number * (kUnit * HEAD_DIM);
           unrolled<kUnit / kRoundTokens>([&](auto round) {
             constexpr int first = decltype(round)::value * kRoundTokens;
             const int row = row_of_key(unit.value * kUnit + first);
             copy_async(&stage.k[0][0][0] + (to ^ (row * kWidth + swizzled<kWidth>(row, 0))),
-                       from_unit + first * HEAD_DIM, number >= 0);
+                       from_unit + first * HEAD_DIM, from_number >= 0);
           });
         });
-        landed.arrive_after_copies();
+        shared.landed[number].arrive_after_copies();
       });
     } else if (wave == 4 * GROUPS + 1) {
       constexpr int kRoundColumns = 32 / kUnits;
@@ -204,29 +205,31 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       const int to = column * kTokens + swizzled<kTokens>(column, lane % kUnits * 16);
       const char *from = v_pages + (size_t)column * block_size;
       const size_t round_bytes = (size_t)kRoundColumns * block_size;
-      each_tile([&](Stage &stage, PhaseBarrier &landed, const Unit &mine) {
+      each_tile([&](int number, const Unit &mine) {
+        Stage &stage = shared.stages[number];
         const char *column_from = from + mine.value;
         unrolled<HEAD_DIM / kRoundColumns>([&](auto round) {
           constexpr int first = decltype(round)::value * kRoundColumns;
           copy_async(&stage.v[first][0] + (to ^ swizzled<kTokens>(first, 0)), column_from, mine.value >= 0);
           column_from += round_bytes;
         });
-        landed.arrive_after_copies();
+        shared.landed[number].arrive_after_copies();
       });
     } else {
-      each_tile([&](Stage &stage, PhaseBarrier &landed, const Unit &mine) {
+      each_tile([&](int number, const Unit &mine) {
+        Stage &stage = shared.stages[number];
         unrolled<kTokens / 32>([&](auto i) {
           const int token = i.value * 32 + lane;
-          const int number = __shfl_sync(GPU_FULL_MASK, mine.number, token / kUnit);
-          const long long place = (long long)number * kUnit + token % kUnit;
-          const float k = number < 0 ? 0.f : k_scales[place], v = number < 0 ? 0.f : v_scales[place];
+          const int from_number = __shfl_sync(GPU_FULL_MASK, mine.number, token / kUnit);
+          const long long place = (long long)from_number * kUnit + token % kUnit;
+          const float k = from_number < 0 ? 0.f : k_scales[place], v = from_number < 0 ? 0.f : v_scales[place];
           // fmaxf also takes the place of what is no number, in pages beyond the sequence.
           const float at_least = fmaxf(v, kSmallest);
           stage.k_scale[token] = k;
           stage.v_log[token] = __log2f(at_least);
           stage.v_inverse[token] = fast_reciprocal(at_least);
         });
-        landed.arrive();
+        shared.full[number].arrive();
       });
     }
     return;
@@ -455,7 +458,7 @@ prefill(const float *__restrict__ q, const int8_t *__restrict__ k_codes, const f
       add_product(n);
       if constexpr (left >= kAtOnce) start_product(Index<i + kAtOnce>{}, v_address);
     });
-    if (lane == 0) shared.empty[turn.stage].arrive();
+    shared.empty[turn.stage].arrive();  // all lanes: each has read scales
     if constexpr (kAhead && !kUnder) wgmma_arrived(sums);
   };
   const auto finish_scores = [&](Turn turn) {

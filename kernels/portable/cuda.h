@@ -102,6 +102,17 @@ GPU_MMA_16816(mma_m16n8k16_bf16, "bf16")
 GPU_MMA_16816(mma_m16n8k16_f16, "f16")
 #undef GPU_MMA_16816
 
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void copy_async(void *shared, const void *global, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
                "l"(global), "r"(is_there ? 16 : 0) : "memory");

@@ -15,6 +15,11 @@
 //   copy_async(shared, global, there)  16 bytes into shared memory, or 16 zeros; copy_commit() ends a group of copies,
 //   copy_wait<n>()                     copy_wait returns when all but the latest n groups of this thread are there.
 //                                      Where a target has no such copies they are plain ones.
+//   let_next_launch_begin()            a launch queued behind this one that may overlap it (backends.Kernel) may begin as
+//                                      soon as all blocks have said so or ended
+//   await_launch_before()              returns when the launch before has ended and all that it wrote is there: at once
+//                                      where this one does not overlap it. Until then nothing may be read that a launch
+//                                      writes, and nothing written.
 //   mma_..., mfma_..., mmac_...        matrix instructions, D += A B: one function each, named after the instruction,
 //                                      fragments as registers laid out by the maps in kernelbook/fragments.py
 #pragma once
@@ -27,4 +32,9 @@
 #else
 #define GPU_SIMULATOR 1
 #include "sim.h"
+#endif
+
+#if !GPU_CUDA
+__device__ __forceinline__ void let_next_launch_begin() {}
+__device__ __forceinline__ void await_launch_before() {}
 #endif

@@ -185,6 +185,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole); };
   Work work;
 
+  let_next_launch_begin();
   if (warp == 4 * GROUPS && lane == 0) prefetch_map(x);
   if (warp == 0 && lane == 0) {
     for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
@@ -198,7 +199,8 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
 
   if (warp / 4 == GROUPS) {
     if constexpr (GROUPS > 1) give_registers<kCopyRegisters>();
-    if (warp % 4 == 0 && lane == 0) {  // x
+    if (warp % 4 == 0 && lane == 0) {  // x, without which nothing is multiplied, left or stored
+      await_launch_before();
       Ranges range = own_range();
       Turn<X_STAGES> x_turn;
       while (range.next(work)) {

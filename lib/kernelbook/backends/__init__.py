@@ -20,10 +20,13 @@ class Kernel(Protocol):
 
     name: str
 
-    def __call__(self, grid: tuple, block: tuple, args: list, shared: int = 0) -> None:
+    def __call__(self, grid: tuple, block: tuple, args: list, shared: int = 0, overlap: bool = False) -> None:
         """Launch with `grid` blocks of `block` threads (1 to 3 numbers each) and `shared` bytes of dynamic
         shared memory. `args`: device arrays of this backend, None (a null pointer), and NumPy scalars (np.int32(4));
         a plain Python number is a TypeError, since its width would be a guess.
+
+        overlap: it may begin while the launch before it ends, where the device can do that (programmatic dependent
+        launch, NVIDIA from sm_90); the kernel itself awaits that launch before it reads what launches write.
         """
 
 

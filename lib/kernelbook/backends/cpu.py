@@ -352,7 +352,7 @@ class CpuKernel:
         count = description.contents.count
         self._parameters = [(p.size, p.kind) for p in description.contents.parameters[:count]]
 
-    def __call__(self, grid, block, args, shared: int = 0) -> None:
+    def __call__(self, grid, block, args, shared: int = 0, overlap: bool = False) -> None:
         """Launch and wait for the end; arguments as `backends.Kernel` has them.
 
         Arrays must come from this backend's `array` or `empty` (or be contiguous views of one).

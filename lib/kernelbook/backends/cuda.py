@@ -19,6 +19,7 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64  # of CUtensorMap in cuda.h; below, values of its enumerations
 TENSOR_MAP_TYPES = {"uint8": 0, "uint16": 1, "float16": 6, "float32": 7}
 SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 
 
 class CupyBackend:
@@ -133,7 +134,7 @@ class CudaBackend(CupyBackend):
 
         def numbers(kind, *values):
             return (kind * len(values))(*values)
-        answer = _encode_tiled()(
+        answer = _driver("cuTensorMapEncodeTiled")(
             ctypes.c_void_p(at), ctypes.c_int(TENSOR_MAP_TYPES[str(array.dtype)]), ctypes.c_uint32(2),
             ctypes.c_void_p(self.pointer(array)), numbers(ctypes.c_uint64, columns, rows),
             numbers(ctypes.c_uint64, columns * array.itemsize), numbers(ctypes.c_uint32, box[1], box[0]),
@@ -147,13 +148,28 @@ class CudaBackend(CupyBackend):
 
 
 @functools.cache
-def _encode_tiled() -> Callable:
-    """cuTensorMapEncodeTiled, which neither CuPy nor the runtime has."""
+def _driver(name: str) -> Callable:
+    """A function of the driver that CuPy does not have."""
     try:
-        return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError) as error:
-        raise BackendUnavailable("the NVIDIA driver makes no tensor maps, which bulk copies of boxes need "
-                                 f"({error}); it must be one of CUDA 12 or later") from error
+        raise BackendUnavailable(f"the NVIDIA driver has no {name} ({error}), which kernels for Hopper need; it must be "
+                                 "one of CUDA 12 or later") from error
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, whose value is a union of 64 bytes at a multiple of 8."""
+    _fields_ = [("id", ctypes.c_int), ("_gap", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15)]
+
+    def __init__(self, number: int, value: int):
+        super().__init__(number, 0, value)
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)),
+                ("count", ctypes.c_uint)]
 
 
 def _without_devices(runtime, error) -> str:
@@ -190,13 +206,20 @@ class CupyKernel:
         self._accepted = (cupy.ndarray, np.generic, type(None))
         self._function = function
 
-    def __call__(self, grid, block, args, shared=0):
+    def __call__(self, grid, block, args, shared=0, overlap=False):
         for i, value in enumerate(args):
             if not isinstance(value, self._accepted):
                 raise TypeError(f"{self.name}: argument {i} is a {type(value).__name__}; expected an array on the "
                                 "device, a NumPy scalar such as np.int32(4), or None")
         self._allow(shared)
-        self._function(tuple(grid), tuple(block), [_launchable(value) for value in args], shared_mem=shared)
+        args = [_launchable(value) for value in args]
+        if overlap:
+            self._launch_overlapping(grid, block, args, shared)
+        else:
+            self._function(tuple(grid), tuple(block), args, shared_mem=shared)
+
+    def _launch_overlapping(self, grid, block, args, shared):
+        self._function(tuple(grid), tuple(block), args, shared_mem=shared)
 
 
 def _launchable(value):
@@ -211,9 +234,26 @@ class CudaKernel(CupyKernel):
         cupy = module.backend.xp
         super().__init__(cupy, module._module.get_function(name), name)
         self._set_attribute = cupy.cuda.driver.funcSetAttribute
+        self._array, self._stream = cupy.ndarray, cupy.cuda.get_current_stream
         self._allowed_shared = DEFAULT_SHARED
+        self._overlaps = int(module.backend.arch.rstrip("a")) >= 90
 
     def _allow(self, shared: int):
         if shared > self._allowed_shared:
             self._set_attribute(self._function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
             self._allowed_shared = shared
+
+    def _launch_overlapping(self, grid, block, args, shared):
+        """By cuLaunchKernelEx, as CuPy launches without attributes."""
+        if not self._overlaps:
+            return super()._launch_overlapping(grid, block, args, shared)
+        held = [np.asarray(value.data.ptr if isinstance(value, self._array) else value) for value in args]
+        parameters = (ctypes.c_void_p * len(held))(*(value.ctypes.data for value in held))
+        attribute = _LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+        sizes = [(*numbers, 1, 1, 1)[:3] for numbers in (grid, block)]
+        config = _LaunchConfig((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), shared,
+                               self._stream().ptr, ctypes.pointer(attribute), 1)
+        answer = _driver("cuLaunchKernelEx")(ctypes.byref(config), ctypes.c_void_p(self._function.ptr), parameters, None)
+        if answer:
+            raise RuntimeError(f"{self.name}: cuLaunchKernelEx gives CUresult {answer} for a grid of {tuple(grid)} "
+                               f"blocks of {tuple(block)} threads with {shared} bytes of dynamic shared memory")

@@ -71,6 +71,7 @@ class WideDesign:
     activations = "float32"
     bound = BOUNDS["float32"]
     max_rows = MAX_ROWS
+    overlaps = False
 
     def source(self, m: int) -> Source:
         return Source("grouped_gemm/4_wide_loads.cu", {"GROUP": formats.BLOCK, "ROWS": min(_power(m), 4)})
@@ -83,7 +84,7 @@ class WideDesign:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
         return _too_many(m, self.max_rows)
 
-    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+    def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: codes and scales of
         strips on the device."""
         m, n, k = len(x), weights.n, weights.k
@@ -112,6 +113,7 @@ class PanelsDesign:
     activations: str
     splits: int | None = None
     max_rows = 4
+    overlaps = True
 
     @property
     def name(self) -> str:
@@ -132,7 +134,7 @@ class PanelsDesign:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
         return _too_many(m, self.max_rows) or _no_mma(backend)
 
-    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+    def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
         m, n, k = len(x), weights.n, weights.k
         panels, chunks = math.ceil(n / packing.ROWS), math.ceil(k / packing.COLUMNS)
@@ -142,7 +144,7 @@ class PanelsDesign:
         args = [data, x, out, pieces, counters, *map(np.int32, (m, n, k))]
 
         def launch():
-            kernel((panels, splits, 1), (32, WARPS, 1), args)
+            kernel((panels, splits, 1), (32, WARPS, 1), args, overlap=overlap)
             return out
         return launch
 
@@ -183,6 +185,7 @@ class RingDesign:
     form: RingForm | None = None
     blocks: int | None = None
     max_rows = MAX_ROWS
+    overlaps = True
 
     @property
     def name(self) -> str:
@@ -247,7 +250,7 @@ class RingDesign:
         return (_aligned(form.slots * _slot_bytes(precision, form) + 4, 16)
                 + 2 * form.chunks * _slice_bytes(self.activations, form.rows))
 
-    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+    def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
         plan = self.plan(backend, weights, len(x))
         form = plan.form
@@ -258,7 +261,7 @@ class RingDesign:
         args = [data, x, out, pieces, counters, *map(np.int32, (len(x), weights.n, weights.k))]
 
         def launch():
-            kernel((plan.blocks, 1, 1), (32, form.warps, 1), args, shared)
+            kernel((plan.blocks, 1, 1), (32, form.warps, 1), args, shared, overlap)
             return out
         return launch
 
@@ -291,6 +294,7 @@ class RangesDesign:
     form: RangesForm | None = None
     blocks: int | None = None
     max_rows = 4
+    overlaps = True
 
     @property
     def name(self) -> str:
@@ -341,7 +345,7 @@ class RangesDesign:
                 + _aligned(8 * (form.warps + 1) + 4 * form.adders, 16)
                 + chunks * _slice_bytes(self.activations, form.rows))
 
-    def prepare(self, backend: Backend, weights, data, x, out) -> Callable:
+    def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
         m, n, k = len(x), weights.n, weights.k
         form = self.form or self._form(weights.precision, m)
@@ -353,7 +357,7 @@ class RangesDesign:
         args = [data, x, out, pieces, counters, *map(np.int32, (m, n, k))]
 
         def launch():
-            kernel((blocks, 1, 1), (32, form.warps + form.adders, 1), args, shared)
+            kernel((blocks, 1, 1), (32, form.warps + form.adders, 1), args, shared, overlap)
             return out
         return launch
 
@@ -478,7 +482,7 @@ class PackedGemm:
         """The product [M, N], float32 on the device; arguments and errors as `prepare` has them."""
         return self.prepare(x, out=out)()
 
-    def prepare(self, x, *, out=None) -> Callable:
+    def prepare(self, x, *, out=None, overlap=False) -> Callable:
         """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`, float32 on
         the device. Everything is checked and compiled here, once; the call only launches. Nothing is synchronized, and
         calls of one preparation must not run side by side: they share memory for what blocks leave each other.
@@ -486,6 +490,9 @@ class PackedGemm:
         x: [M, K] on the device, of the dtype that the design's activations have (`DTYPES`): float32, float16, or the
         bits of bfloat16 as uint16. No rows are no launch.
         out: float32 [M, N] to write into; made where it is not given.
+        overlap: the call may begin while the launch before it in its stream still ends (programmatic dependent launch,
+        on NVIDIA GPUs from sm_90; elsewhere it changes nothing): it then reads weights, which no launch shortly before
+        may have written, and waits with all else. A design that is not made for that is a ValueError.
         Values are not looked at: a NaN or an infinity in a row of x makes outputs of that row NaN or infinite.
         Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
         alignment, for more rows than the design takes, and where `out` shares memory with `x` or the weights.
@@ -503,7 +510,10 @@ class PackedGemm:
         if m == 0:
             return lambda: out
         self._check_rows(m)
-        return design.prepare(backend, self, data, x, out)
+        if overlap and not design.overlaps:
+            able = [name for name, other in DESIGNS.items() if other.overlaps]
+            raise ValueError(f"design {self.design!r} cannot overlap the launch before it; {', '.join(able)} can")
+        return design.prepare(backend, self, data, x, out, overlap)
 
 
 def reference(x, panels: packing.Panels) -> np.ndarray:

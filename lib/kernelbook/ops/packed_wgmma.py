@@ -184,6 +184,7 @@ class WgmmaDesign:
     precisions: tuple[str, ...]
     forms: tuple[Form, ...] = FORMS
     max_rows = None
+    overlaps = True
 
     def source(self, precision: str, form: Form, bf16_out: bool = False) -> Source:
         return form.source(precision, self.activations == "bfloat16", bf16_out)
@@ -208,19 +209,21 @@ class WgmmaDesign:
         return min(plans(*shape, backend.multiprocessors, self.forms),
                    key=lambda plan: nanoseconds(plan, *shape, weights.precision))
 
-    def prepare(self, backend: Backend, weights, data, x, out, sums=None) -> Callable:
+    def prepare(self, backend: Backend, weights, data, x, out, overlap=False, sums=None) -> Callable:
         """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`.
 
         weights: their n, k and precision. data: the panels on the device, uint8 at a multiple of 16 bytes. x: [M, K] on
         the device, float16, or bits of bfloat16 as uint16, at a multiple of 16 bytes. out: float32 [M, N], or uint16
         for bits of bfloat16. sums: float32, as many as the plan's scratch has, at a multiple of 16 bytes, which calls
-        that run one after the other can share; made where it is not given. All checked by the caller. Raises
-        BackendUnavailable where the driver has no tensor maps.
+        that run one after the other can share; made where it is not given. overlap: see
+        `PackedGemm.prepare`. All checked by the caller. Raises BackendUnavailable where the driver has no tensor maps.
         """
         m = len(x)
-        return self.launch(backend, weights, data, x, out, self.plan(backend, weights, m), sums) if m else lambda: out
+        if m == 0:
+            return lambda: out
+        return self.launch(backend, weights, data, x, out, self.plan(backend, weights, m), sums, overlap)
 
-    def launch(self, backend: Backend, weights, data, x, out, plan: Plan, sums=None) -> Callable:
+    def launch(self, backend: Backend, weights, data, x, out, plan: Plan, sums=None, overlap=False) -> Callable:
         """`prepare` for a plan of the caller's, which must be one of `plans` of this shape; M is at least 1."""
         m, n, k, form = len(x), weights.n, weights.k, plan.form
         source = self.source(weights.precision, form, bf16_out=out.dtype == np.uint16)
@@ -233,7 +236,7 @@ class WgmmaDesign:
         block, size = (32, form.threads // 32, 1), form.shared(weights.precision)
 
         def launch():
-            kernel((plan.blocks, 1, 1), block, args, size)
+            kernel((plan.blocks, 1, 1), block, args, size, overlap)
             return out
         launch.keeps = x  # the map has its address only
         return launch

@@ -132,4 +132,4 @@ class PanelGemm:
         size = self.scratch(m)
         scratch = given_scratch(backend, scratch, size, (m, self.n))
         check_apart(backend, {"out": out, "scratch": scratch}, {"x": x, "the weights": self.data})
-        return _DESIGN.prepare(backend, _Weight(self.n, self.k), self.data, x, out, scratch if size else None)
+        return _DESIGN.prepare(backend, _Weight(self.n, self.k), self.data, x, out, sums=scratch if size else None)
