@@ -1,5 +1,6 @@
 """The CUDA backend where it cannot run, which every machine can test, and its interface where it can."""
 
+import ctypes
 import sys
 import types
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernelbook import backends
-from kernelbook.backends import BackendUnavailable
+from kernelbook.backends import BackendUnavailable, cuda
 from kernelbook.backends.cpu import CpuBackend
 
 NO_GPU = backends.available()["cuda"]
@@ -149,3 +150,58 @@ def test_arguments_that_are_no_device_arrays_are_refused(gpu):
         with pytest.raises(TypeError, match="argument 1 .*expected an array on the device"):
             kernel((1, 1, 1), (32, 1, 1), [device, value, np.uint64(1)])
     assert (gpu.numpy(device) == 0xFF).all()
+
+
+# ---- launches that overlap the one before
+
+class StandIn:
+    """An array of CuPy."""
+    def __init__(self, address):
+        self.data = types.SimpleNamespace(ptr=address)
+
+
+def kernel_of(arch, plain=None):
+    """A kernel on no device, whose launches without attributes go to `plain`."""
+    def function(*args, **shared):
+        plain.append((args, shared))
+    function.ptr = 0x77
+    driver = types.SimpleNamespace(funcSetAttribute=lambda *of: None)
+    stream = types.SimpleNamespace(ptr=0x55)
+    cupy = types.SimpleNamespace(ndarray=StandIn, cuda=types.SimpleNamespace(
+        driver=driver, get_current_stream=lambda: stream))
+    backend = types.SimpleNamespace(xp=cupy, arch=arch)
+    module = types.SimpleNamespace(backend=backend, _module=types.SimpleNamespace(get_function=lambda name: function))
+    return cuda.CudaKernel(module, "it")
+
+
+def test_what_the_driver_is_told_of_an_overlapping_launch(monkeypatch):
+    told = []
+
+    def launch(config, function, parameters, extra):
+        config = config._obj
+        told.append((list(config.grid), list(config.block), config.shared, config.stream, function.value,
+                     [config.attributes[i].id for i in range(config.count)], config.attributes[0].value,
+                     ctypes.cast(parameters[0], ctypes.POINTER(ctypes.c_uint64))[0],
+                     ctypes.cast(parameters[1], ctypes.POINTER(ctypes.c_int32))[0],
+                     ctypes.cast(parameters[2], ctypes.POINTER(ctypes.c_uint64))[0]))
+        return 0
+    monkeypatch.setattr(cuda, "_driver", {"cuLaunchKernelEx": launch}.__getitem__)
+    kernel_of("90a")((3, 2), (32, 4, 1), [StandIn(0x1234), np.int32(-5), None], 64, overlap=True)
+    assert told == [([3, 2, 1], [32, 4, 1], 64, 0x55, 0x77, [6], 1, 0x1234, -5, 0)]
+    # as cuda.h lays them out
+    assert (ctypes.sizeof(cuda._LaunchAttribute), ctypes.sizeof(cuda._LaunchConfig)) == (72, 56)
+    assert (cuda._LaunchAttribute.value.offset, cuda._LaunchConfig.stream.offset) == (8, 32)
+
+
+def test_a_device_that_overlaps_nothing_launches_as_ever(monkeypatch):
+    plain = []
+    monkeypatch.setattr(cuda, "_driver", {}.__getitem__)
+    kernel_of("89", plain)((1,), (32,), [np.int32(1)], overlap=True)
+    assert len(plain) == 1
+
+
+def test_a_launch_that_the_driver_refuses_says_what_was_asked(monkeypatch):
+    monkeypatch.setattr(cuda, "_driver", lambda name: lambda *of: 1)
+    with pytest.raises(RuntimeError, match=r"it: cuLaunchKernelEx gives CUresult 1 for a grid of \(1, 1, 1\) blocks of "
+                       r"\(4096, 1, 1\) threads with 0 bytes"):
+        kernel_of("90a")((1, 1, 1), (4096, 1, 1), [], overlap=True)

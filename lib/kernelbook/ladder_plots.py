@@ -41,7 +41,7 @@ def _styles(names: Iterable[tuple[str, bool]]) -> dict[str, dict]:
 
 def _against_rows(found: Sequence[Point], value: Callable[[Point], float], ceiling: float | None, unit: str,
                   alt: str) -> Figure:
-    """A panel a shape, a line a variant, M on a logarithmic axis; ceiling: of `value`, as a line."""
+    """A panel a shape, a line a variant, the faster of its times at an M; ceiling: of `value`, as a line."""
     shapes = list(dict.fromkeys(p.shape for p in found))
     styles = _styles((p.variant, p.ours) for p in found)
     top = 1.08 * max([ceiling or 0] + [value(p) for p in found])
@@ -51,7 +51,8 @@ def _against_rows(found: Sequence[Point], value: Callable[[Point], float], ceili
     def draw(axes):
         for ax, shape in zip(axes, shapes, strict=False):
             for name, style in styles.items():
-                line = sorted((p.m, value(p)) for p in found if (p.shape, p.variant) == (shape, name))
+                line = sorted({p.m: value(p) for p in sorted(found, key=value)
+                               if (p.shape, p.variant) == (shape, name)}.items())
                 if line:
                     ax.plot(*zip(*line, strict=True), **style, label=name.replace("_", " "))
             if ceiling:
@@ -82,7 +83,7 @@ def _ends(found: Sequence[Point], value: Callable[[Point], float], unit: str) ->
         there = [p for p in found if (p.shape, p.m) == (shape, m)]
         best = [max(part, key=value) for part in ([p for p in there if p.ours], [p for p in there if not p.ours])
                 if part]
-        words.append(f"at M = {m} " + " and ".join(f"{p.variant.replace('_', ' ')} {value(p):.3g} {unit}"
+        words.append(f"at M = {m} " + " and ".join(f"{p.label} {value(p):.3g} {unit}"
                                                    for p in best))
     return f"On {shape} " + ", ".join(words) + "."
 

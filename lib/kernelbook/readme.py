@@ -137,7 +137,7 @@ def rungs(results: dict) -> str:
     found = [p for p in _ladder(results) if (p.n, p.k, p.codes) == (17408, 5120, "int8") and p.m in LADDER_ROWS]
     if not found:
         return NO_RECORD
-    return pivot(found, row=lambda p: p.variant.replace("_", " "), column=lambda p: f"M = {p.m}",
+    return pivot(found, row=lambda p: p.label, column=lambda p: f"M = {p.m}",
                  cell=lambda p: p.speed, corner="17408 x 5120, int8")
 
 

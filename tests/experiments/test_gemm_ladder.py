@@ -159,10 +159,10 @@ def test_bits_that_differ_between_runs_are_counted(lab, monkeypatch):
 def test_a_design_that_finds_something_missing_when_it_prepares_is_skipped(lab, timed, monkeypatch):
     real = packed_gemm.PackedGemm.prepare
 
-    def prepare(self, x, *, out=None):
+    def prepare(self, x, **given):
         if self.design.startswith("ring"):
             raise BackendUnavailable("the driver has no tensor maps")
-        return real(self, x, out=out)
+        return real(self, x, **given)
     monkeypatch.setattr(packed_gemm.PackedGemm, "prepare", prepare)
     tested, found = study.selftest(lab, **CASES), study.ladder(timed, SHAPES[:1], [1], precisions=["int8"])
     ring = {study.variant(name) for name in packed_gemm.DESIGNS if name.startswith("ring")}
@@ -244,7 +244,7 @@ def test_a_wrong_design_has_no_time_and_is_named(timed, monkeypatch):
 
 
 def test_what_another_contender_left_is_no_result(timed, monkeypatch):
-    monkeypatch.setattr(packed_gemm.PackedGemm, "prepare", lambda self, x, *, out: lambda: out)
+    monkeypatch.setattr(packed_gemm.PackedGemm, "prepare", lambda self, x, *, out, overlap: lambda: out)
     found = study.ladder(timed, SHAPES[:1], [1], precisions=["int8"])
     assert {p.variant for p in found.points} == {study.ARTICLE} and len(found.wrong) == len(found.errors) - 1
 
@@ -284,8 +284,8 @@ def test_peers_that_compile_do_so_in_processes_of_their_own(timed, monkeypatch):
 
 # ---- what it comes to
 
-def point(us, variant="6_ring", accuracy="accurate", n=17408, k=5120, m=1, codes="int8", gbs=None):
-    return study.Point(n, k, m, codes, variant, accuracy, us, us * 0.99, us * 1.01, gbs)
+def point(us, variant="6_ring", accuracy="accurate", n=17408, k=5120, m=1, codes="int8", gbs=None, overlapped=False):
+    return study.Point(n, k, m, codes, variant, accuracy, us, us * 0.99, us * 1.01, gbs, overlapped)
 
 
 def beside(us, variant="humming_int8", **of):
@@ -301,13 +301,29 @@ def test_standings_and_words():
     assert study.standing_table(found) == [{"N x K": "17408 x 5120", "codes": "int8", "M = 1": 0.5, "M = 4": 1.1}]
     words = study.against_peers(found)
     assert "0.50 to 1.10 times" in words and words.endswith(
-        "It is slower on 1: 17408 x 5120, int8, M = 4, 1.10 times humming_int8.")
+        "It is slower on 1: 17408 x 5120, int8, M = 4, 1.10 times humming int8.")
     assert "slower nowhere" in study.against_peers(found[:4]) and "No peer" in study.against_peers(found[:2])
     many = [p for m in range(1, 13) for p in (point(10.0 + m, m=m), beside(10.0, m=m))]
     assert study.against_peers(many).endswith("; on the others by at most 40%.")
     assert study.best_table([point(10.0, gbs=3000.0), point(20.0, m=512)]) == [{
         "N x K": "17408 x 5120", "codes": "int8", "M = 1": "6 ring: 3.00 TB/s",
         "M = 512": f"6 ring: {2 * 512 * 17408 * 5120 / 20e6:.0f} TFLOP/s"}]
+
+
+def test_launches_that_overlap_stand_beside_those_that_do_not():
+    found = [point(12.0, gbs=2500.0), point(8.0, gbs=4000.0, overlapped=True), beside(10.0)]
+    words = study.against_peers(found)
+    assert words.startswith("With launches that overlap: our fastest design takes 0.80 to 0.80")
+    assert words.endswith("It is slower on 1: 17408 x 5120, int8, M = 1, 1.20 times humming int8.")
+    assert "one after the other: our fastest design takes 1.20 to 1.20" in words
+    assert study.overlap_table(found) == [{"N x K": "17408 x 5120", "codes": "int8", "M = 1": "8 of 12 us"}]
+    assert study.overlap_table(found[:1]) == []
+    assert study.best_table(found)[0]["M = 1"] == "6 ring, overlapped: 4.00 TB/s"
+    assert [row["design"] for row in study.rung_table([point(12.0), point(8.0, overlapped=True), beside(10.0)])] == [
+        "6 ring", "6 ring, overlapped", "humming int8"]
+    goal = study.goals(found, 4000.0, 2.0)[0]
+    assert (goal.met, goal.figure, goal.alone) == (True, 4.0, 2.5)
+    assert goal.row()["with no overlap"] == "NO, 2.5" and "6 ring, overlapped" in goal.worst
 
 
 def test_every_variant_on_one_shape():
@@ -363,7 +379,7 @@ def change(found, where, **to):
     (5, lambda p: not p.ours and p.m == 32 and p.n == 2048, {"us": 0.1}, "2048 x "),
     (6, lambda p: p.ours and p.m == 512 and p.k == 17408, {"us": 1e3}, "5120 x 17408"),
     (7, lambda p: not p.ours and p.m == 512 and p.n == 6144, {"us": 0.1}, "against humming"),
-    (8, lambda p: not p.ours and p.m == 2048 and p.n == 6144, {"us": 1.0, "variant": "cublas_bf16"}, "cublas_bf16"),
+    (8, lambda p: not p.ours and p.m == 2048 and p.n == 6144, {"us": 1.0, "variant": "cublas_bf16"}, "cublas bf16"),
     (9, lambda p: p.ours and p.m == 1 and p.n == 1024, {"us": 99.0, "gbs": 36.0}, "1024 x 2048"),
 ])
 def test_a_goal_that_is_missed_names_its_worst_case(number, where, to, worst):

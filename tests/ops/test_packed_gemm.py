@@ -8,6 +8,7 @@ import pytest
 from kernelbook import formats, packing, stats
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.ops import packed_gemm as op
+from kernelbook.ops.gemm_dispatch import converted
 
 DESIGNS = [name for name in op.DESIGNS if "wgmma" not in name]  # those have a test file of their own
 ACCURATE = [name for name in DESIGNS if op.DESIGNS[name].activations == "float32"]
@@ -318,3 +319,43 @@ def test_ranges_fit_into_shared_memory_or_say_why_not(arch):
 def test_a_product_beyond_the_kernels_integers_is_refused():
     for name, k, message in [("ring", 2**16, "count to 2147483647"), ("ranges", 2**14, "more chunks than")]:
         assert message in op.DESIGNS[name].why_not(CpuBackend(), packing.Panels(None, 2**30, k, "int8"), 1)
+
+
+# ---- launches that overlap
+
+@pytest.mark.parametrize("name", [name for name in op.DESIGNS if op.DESIGNS[name].overlaps])
+def test_an_overlapping_launch_reads_what_the_launch_before_wrote(backend, name):
+    """A chain in which each product multiplies what the array library has just made of the one before."""
+    design = op.DESIGNS[name]
+    size = 512 if backend.simulated else 2048
+    weight = panels(size, size, "int4")
+    if design.why_not(backend, weight, 2) is not None:
+        pytest.skip("cannot run here")
+    gemm, ends = op.PackedGemm(backend, weight, design), []
+    for overlap in (False, True):
+        x, out = backend.array(given(normal(2, size), design)[0]), backend.empty((2, size), np.float32)
+        call = gemm.prepare(x, out=out, overlap=overlap)
+        for _ in range(4 if backend.simulated else 60):
+            call()
+            x[...] = backend.array(converted(out * np.float32(2**-6), design.activations))
+        ends.append(backend.numpy(out))
+    assert np.isfinite(ends[0]).all() and np.abs(ends[0]).max() > 0 and np.array_equal(*ends)
+
+
+@pytest.mark.parametrize("name", ["panels", "ring", "ranges"])
+def test_products_follow_each_other_with_nothing_between(backend, name):
+    """Each output is the next one's activations, and what that writes over."""
+    gemm, ends = op.PackedGemm(backend, panels(512, 512), name), []
+    for overlap in (False, True):
+        x = [backend.array(normal(2, 512) * np.float32(2**-40)) for _ in range(2)]
+        calls = [gemm.prepare(x[turn], out=x[1 - turn], overlap=overlap) for turn in range(2)]
+        for turn in range(12):
+            calls[turn % 2]()
+        ends.append(backend.numpy(x[0]))
+    assert np.isfinite(ends[0]).all() and np.abs(ends[0]).max() > 0 and np.array_equal(*ends)
+
+
+def test_a_design_that_cannot_overlap_says_so(simulator):
+    gemm = op.PackedGemm(simulator, panels(16, 64), "wide_loads")
+    with pytest.raises(ValueError, match="'wide_loads' cannot overlap the launch before it; panels, .* can"):
+        gemm.prepare(simulator.array(normal(1, 64)), overlap=True)

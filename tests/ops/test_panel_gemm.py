@@ -124,7 +124,7 @@ def test_machine_code_of_bf16_outputs(tokens):
     if toolchain.targets()["sm_90a"]:
         pytest.skip(toolchain.targets()["sm_90a"])
     form = next(form for form in packed_wgmma.FORMS if form.tokens == tokens)
-    source = packed_wgmma.DESIGNS["wgmma_bf16"].source("int4", form, bf16_out=True)
+    source = packed_wgmma.DESIGNS["wgmma_bf16"].source("int4", form, narrow=True)
     _, log = toolchain.nvrtc_compile(source, "90a")
     resources, = toolchain.compile_cuda(source, "90a").resources.values()
     assert resources["spill_bytes"] == resources["stack_bytes"] == 0 and "serialized" not in log

@@ -153,8 +153,8 @@ def _driver(name: str) -> Callable:
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError) as error:
-        raise BackendUnavailable(f"the NVIDIA driver has no {name} ({error}), which kernels for Hopper need; it must be "
-                                 "one of CUDA 12 or later") from error
+        raise BackendUnavailable(f"the NVIDIA driver has no {name} ({error}), which kernels for Hopper need; it must "
+                                 "be one of CUDA 12 or later") from error
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -253,7 +253,8 @@ class CudaKernel(CupyKernel):
         sizes = [(*numbers, 1, 1, 1)[:3] for numbers in (grid, block)]
         config = _LaunchConfig((ctypes.c_uint * 3)(*sizes[0]), (ctypes.c_uint * 3)(*sizes[1]), shared,
                                self._stream().ptr, ctypes.pointer(attribute), 1)
-        answer = _driver("cuLaunchKernelEx")(ctypes.byref(config), ctypes.c_void_p(self._function.ptr), parameters, None)
+        launch = _driver("cuLaunchKernelEx")
+        answer = launch(ctypes.byref(config), ctypes.c_void_p(self._function.ptr), parameters, None)
         if answer:
             raise RuntimeError(f"{self.name}: cuLaunchKernelEx gives CUresult {answer} for a grid of {tuple(grid)} "
                                f"blocks of {tuple(block)} threads with {shared} bytes of dynamic shared memory")

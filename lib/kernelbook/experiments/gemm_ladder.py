@@ -3,7 +3,9 @@ beside every peer that imports, at M from one to thousands.
 
 A design has a time where its output, on the very weights that are timed, stays within the design's own bound of
 float64. All times are cold and of one run, contenders of a shape and M take turns, and none of them includes rounding
-activations to what a kernel or a peer takes. Bandwidths count each input and each output once.
+activations to what a kernel or a peer takes. Bandwidths count each input and each output once. A design that can is
+timed twice: launched one after the other, as every peer is, and with launches that overlap (backends.Kernel), as
+products of a model follow each other; each figure says which.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -215,6 +217,7 @@ class Point:
     """A time of one product, cold: microseconds, with the 10th and 90th percentile.
 
     accuracy: the class of `gemm_dispatch.ACCURACY` of ours; None of a peer's, which all round activations to 16 bits.
+    overlapped: whether each launch could begin while the one before it ended.
     gbs: GB/s of each input and output once, at M up to BANDWIDTH_ROWS.
     """
 
@@ -228,6 +231,12 @@ class Point:
     p10: float
     p90: float
     gbs: float | None = None
+    overlapped: bool = False
+
+    @property
+    def label(self) -> str:
+        """The variant in words."""
+        return self.variant.replace("_", " ") + (", overlapped" if self.overlapped else "")
 
     @property
     def ours(self) -> bool:
@@ -276,7 +285,7 @@ class Ladder:
 @dataclass
 class _Contender:
     """accuracy: the class of one of ours. nbytes: of each input and output of a call. out: the first call's output, as
-    a tensor."""
+    a tensor. overlapped: as a Point has it."""
 
     variant: str
     accuracy: str | None
@@ -284,6 +293,13 @@ class _Contender:
     bound: float
     nbytes: int
     out: Callable
+    overlapped: bool = False
+
+    @property
+    def labels(self) -> dict:
+        """What of it a record's case says."""
+        known = {"accuracy": self.accuracy, "overlapped": self.overlapped}
+        return {name: value for name, value in known.items() if value}
 
 
 class _Weights:
@@ -364,9 +380,11 @@ def ladder(lab: Lab, shapes_: Sequence[shapes.Projection], rows: Sequence[int], 
             inputs[p.k] = _Activations(lab, rows[-1], p.k)
         x, ready = inputs[p.k], _prepare_peers(lab, weights, peers if p in shapes_[:peer_shapes] else [])
         exact = _tensor(x.host[:few[-1]], lab).double() @ _tensor(weights.sample, lab).T
-        exact, out = exact.cpu().numpy(), lab.backend.empty((few[-1], weights.panels.n), np.float32)
+        exact = exact.cpu().numpy()
+        outs = {dtype: lab.backend.empty((few[-1], weights.panels.n), dtype) for dtype in op.DTYPES.values()}
         for m in few:
-            contenders = _ours(weights, x, out[:m]) + _of_peers(weights, x, m, ready)
+            contenders = _ours(weights, x, {dtype: out[:m] for dtype, out in outs.items()}, m)
+            contenders += _of_peers(weights, x, m, ready)
             _measure(lab, found, weights, m, contenders, exact[:m], budget_s)
     lab.record.measure(kernel=KERNEL, variant="all", case={"results": len(found.errors)}, unit="1",
                        metric="repeats_with_other_bits", value=found.unequal)
@@ -391,40 +409,50 @@ def _tensor(array, lab: Lab):
     return tensor.cuda() if lab.timed and torch.cuda.is_available() else tensor
 
 
-def _ours(weights: _Weights, x: _Activations, out) -> list[_Contender]:
-    """The article's kernel and the designs that take these rows here. Bytes of weights are those of panels for all: a
-    kernel that reads codes of 4 bits from a byte each reads more than it would have to."""
-    lab, m, panels = weights.lab, len(out), weights.panels
+def _ours(weights: _Weights, x: _Activations, outs, m: int) -> list[_Contender]:
+    """The article's kernel and the designs that take these rows here. outs: by dtype; a design that can, writes what
+    peers do, 16 bits. Bytes of weights are those of panels for all: a kernel that reads codes of 4 bits from a byte
+    each reads more than it would have to."""
+    lab, panels = weights.lab, weights.panels
     codes = packing.CODE_BITS[panels.precision] * panels.n * panels.k // 8
     scales = 2 * panels.n * panels.k // formats.BLOCK
     found = []
 
-    def add(name, accuracy, calls, bound, form):
+    def add(name, accuracy, calls, bound, form, out, overlapped=False):
         def run():
-            out.fill(np.nan)  # what is not written must not pass
-            return _tensor(calls[0](), lab)
-        nbytes = codes + scales + m * (panels.k * ACTIVATION_BYTES[form] + panels.n * 4)
-        found.append(_Contender(name, accuracy, calls, bound, nbytes, run))
+            out.view(np.uint8).fill(0xFF)  # NaN: what is not written must not pass
+            return _floats(calls[0](), lab)
+        nbytes = codes + scales + m * (panels.k * ACTIVATION_BYTES[form] + panels.n * out.itemsize)
+        found.append(_Contender(name, accuracy, calls, bound, nbytes, run, overlapped))
 
     if m <= MOST_ROWS[ARTICLE]:
-        calls = [gemm.prepare(x("float32", m), out=out) for gemm in weights.article()]
-        add(ARTICLE, "accurate", calls, ACCURACY["accurate"], "float32")
+        calls = [gemm.prepare(x("float32", m), out=outs[np.float32]) for gemm in weights.article()]
+        add(ARTICLE, "accurate", calls, ACCURACY["accurate"], "float32", outs[np.float32])
     for name, design in op.DESIGNS.items():
         if design.why_not(lab.backend, panels, m) is None:
-            try:
-                calls = [gemm.prepare(x(design.activations, m), out=out) for gemm in weights.packed(name, m)]
-            except BackendUnavailable as missing:
-                _no_time(lab, variant(name), weights.case(m), "skipped", str(missing))
-                continue
-            add(variant(name), accuracy_of(design.bound), calls, design.bound, design.activations)
+            out = outs[op.DTYPES[design.narrow or "float32"]]
+            for overlap in (False, True) if design.overlaps and lab.timed else (False,):
+                try:
+                    calls = [gemm.prepare(x(design.activations, m), out=out, overlap=overlap)
+                             for gemm in weights.packed(name, m)]
+                except BackendUnavailable as missing:
+                    _no_time(lab, variant(name), weights.case(m), "skipped", str(missing))
+                    break
+                add(variant(name), accuracy_of(design.bound), calls, design.bound, design.activations, out, overlap)
     return found
+
+
+def _floats(out, lab: Lab):
+    """An output as a tensor: of 16-bit integers are bits of bfloat16."""
+    import torch
+    return _tensor(out.view(np.int16), lab).view(torch.bfloat16) if out.dtype == np.uint16 else _tensor(out, lab)
 
 
 def _measure(lab, found: Ladder, weights, m, contenders, exact, budget_s) -> None:
     """Check contenders of one product, time those that are right, and record both."""
     case, right = weights.case(m), {}
     for c in contenders:
-        labelled = case | ({"accuracy": c.accuracy} if c.accuracy else {})
+        labelled = case | c.labels
         try:
             out = c.out()
         except Exception as error:  # a peer's own failure must not cost the run
@@ -435,7 +463,7 @@ def _measure(lab, found: Ladder, weights, m, contenders, exact, budget_s) -> Non
         error = _error(out, weights.columns, exact)
         if c.accuracy:
             first = out.clone()
-            found.unequal += not bool((first.view(_int32()) == c.out().view(_int32())).all())
+            found.unequal += not bool((_bits(first) == _bits(c.out())).all())
         wrong = {} if error <= c.bound else {"status": "wrong_result",
                                              "reason": f"relative Frobenius {error:.3g} exceeds {c.bound:g}"}
         lab.record.measure(kernel=KERNEL, variant=c.variant, case=labelled, metric="relative_frobenius",
@@ -443,23 +471,23 @@ def _measure(lab, found: Ladder, weights, m, contenders, exact, budget_s) -> Non
         found.errors.append({"shape": f"{case['N']} x {case['K']}", "codes": case["codes"], "M": m,
                              "variant": c.variant, "error": error, "bound": c.bound})
         if not wrong:
-            right[c.variant] = c, labelled
+            right[c.variant, c.overlapped] = c, labelled
     if not (lab.timed and right):
         return
     timings = measure.device_times({name: c.calls for name, (c, _) in right.items()}, rounds=12, sample_us=1000,
                                    budget_s=budget_s)
-    for name, t in timings.items():
-        c, labelled = right[name]
+    for key, t in timings.items():
+        c, labelled = right[key]
         few = m <= BANDWIDTH_ROWS
-        lab.time(KERNEL, name, labelled, t, "cold", **({"nbytes": c.nbytes} if few else
-                                                      {"flop": 2 * m * case["N"] * case["K"]}))
-        found.points.append(Point(case["N"], case["K"], m, case["codes"], name, c.accuracy, t.median, t.p10, t.p90,
-                                  c.nbytes / 1e3 / t.median if few else None))
+        lab.time(KERNEL, c.variant, labelled, t, "cold", **({"nbytes": c.nbytes} if few else
+                                                           {"flop": 2 * m * case["N"] * case["K"]}))
+        found.points.append(Point(case["N"], case["K"], m, case["codes"], c.variant, c.accuracy, t.median, t.p10, t.p90,
+                                  c.nbytes / 1e3 / t.median if few else None, c.overlapped))
 
 
-def _int32():
+def _bits(out):
     import torch
-    return torch.int32
+    return out.view(torch.int32 if out.itemsize == 4 else torch.int16)
 
 
 def _error(out, columns: np.ndarray, exact: np.ndarray) -> float:
@@ -485,10 +513,11 @@ def points(record: dict) -> list[Point]:
     for e in record["measurements"]:
         if e["kernel"] == KERNEL and e["cache"] == "cold" and e["value"]:
             c = e["case"]
-            of = found.setdefault((c["N"], c["K"], c["M"], c["codes"], e["variant"], c.get("accuracy")), {})
-            of[e["metric"]] = e
+            key = c["N"], c["K"], c["M"], c["codes"], e["variant"], c.get("accuracy"), c.get("overlapped", False)
+            found.setdefault(key, {})[e["metric"]] = e
     return [Point(*key, of["time_us"]["value"], of["time_us"]["p10"], of["time_us"]["p90"],
-                  of.get("bandwidth_gbs", {}).get("value")) for key, of in found.items() if "time_us" in of]
+                  of.get("bandwidth_gbs", {}).get("value"), overlapped)
+            for (*key, overlapped), of in found.items() if "time_us" in of]
 
 
 # ---------------------------------------------------------------- peers
@@ -591,6 +620,11 @@ class Standing:
         return f"{self.ours.shape}, {self.ours.codes}, M = {self.ours.m}"
 
 
+def alone(found: Iterable[Point]) -> list[Point]:
+    """Those that overlap no other launch, as no peer's does."""
+    return [p for p in found if not p.overlapped]
+
+
 def standings(found: Iterable[Point], peers: Callable[[str], bool] = lambda name: True,
               accuracy: Sequence[str] = tuple(ACCURACY)) -> list[Standing]:
     """Where both one of ours of these classes and a peer that `peers` takes by its name were measured."""
@@ -603,18 +637,26 @@ def standings(found: Iterable[Point], peers: Callable[[str], bool] = lambda name
     return rows
 
 
-def against_peers(found: Iterable[Point], named: int = 8) -> str:
-    """In words, where our fastest design is behind the fastest peer: how often, and the worst so many by name."""
-    rows = standings(found)
-    if not rows:
+def against_peers(found: Sequence[Point], named: int = 8) -> str:
+    """In words, where our fastest design is behind the fastest peer: how often, and the worst so many by name; with
+    launches that overlap, and with none."""
+    if not standings(found):
         return "No peer was measured."
+    words = f"Launched one after the other: {_against_peers(alone(found), named)}"
+    if any(p.overlapped for p in found):
+        words = f"With launches that overlap: {_against_peers(found, named)} {words}"
+    return words
+
+
+def _against_peers(found, named):
+    rows = standings(found)
     behind = sorted((row for row in rows if row.ratio > 1), key=lambda row: -row.ratio)
     ratios = [row.ratio for row in rows]
-    words = (f"Our fastest design takes {min(ratios):.2f} to {max(ratios):.2f} times the time of the fastest peer, "
+    words = (f"our fastest design takes {min(ratios):.2f} to {max(ratios):.2f} times the time of the fastest peer, "
              f"median {float(np.median(ratios)):.2f}, over {len(rows)} shapes, precisions and M. ")
     if not behind:
         return words + "It is slower nowhere."
-    worst = "; ".join(f"{row.where}, {row.ratio:.2f} times {row.peer.variant}" for row in behind[:named])
+    worst = "; ".join(f"{row.where}, {row.ratio:.2f} times {row.peer.label}" for row in behind[:named])
     rest = f"; on the others by at most {behind[named].ratio - 1:.0%}" if len(behind) > named else ""
     return f"{words}It is slower on {len(behind)}: {worst}{rest}."
 
@@ -635,7 +677,7 @@ def best_table(found: Iterable[Point]) -> list[dict]:
         best = _fastest(p for p in cell if p.ours)
         if best:
             of = table.setdefault((shape, codes), {"N x K": shape, "codes": codes})
-            of[f"M = {m}"] = f"{best.variant.replace('_', ' ')}: {best.speed}"
+            of[f"M = {m}"] = f"{best.label}: {best.speed}"
     return list(table.values())
 
 
@@ -644,9 +686,21 @@ def rung_table(found: Iterable[Point], shape: str = "17408 x 5120") -> list[dict
     peers."""
     table: dict[tuple[str, str], dict] = {}
     for p in sorted((p for p in found if p.shape == shape), key=lambda p: not p.ours):
-        of = table.setdefault((p.codes, p.variant), {"design": p.variant.replace("_", " "), "codes": p.codes})
+        of = table.setdefault((p.codes, p.label), {"design": p.label, "codes": p.codes})
         of[f"M = {p.m}"] = p.speed
     return [row for codes in article.PRECISIONS for row in table.values() if row["codes"] == codes]
+
+
+def overlap_table(found: Iterable[Point]) -> list[dict]:
+    """The fastest design's time with launches that overlap, of that of the fastest one with none: a row a shape and
+    precision, a column an M."""
+    table: dict[tuple[str, str], dict] = {}
+    for (shape, codes, m), cell in _cells(p for p in found if p.ours).items():
+        overlapped, one = _fastest(p for p in cell if p.overlapped), _fastest(alone(cell))
+        if overlapped and one:
+            of = table.setdefault((shape, codes), {"N x K": shape, "codes": codes})
+            of[f"M = {m}"] = f"{overlapped.us:.3g} of {one.us:.3g} us"
+    return list(table.values())
 
 
 def price_of_accuracy(found: Iterable[Point]) -> list[dict]:
@@ -673,7 +727,8 @@ LONG = ("17408 x 5120", "5120 x 17408")
 @dataclass(frozen=True)
 class Goal:
     """What the ladder was built to reach. asked: in words. figure: the worst case's, in `unit`. least: whether `limit`
-    is a least figure rather than a most one. worst: where that is. span: over all cases, in words."""
+    is a least figure rather than a most one. worst: where that is. span: over all cases, in words. alone: the worst
+    case's figure where no launches overlap."""
 
     asked: str
     limit: float
@@ -682,25 +737,35 @@ class Goal:
     figure: float | None = None
     worst: str = ""
     span: str = ""
+    alone: float | None = None
 
     @property
     def met(self) -> bool | None:
         """None where nothing was measured."""
-        if self.figure is None:
-            return None
-        return self.figure >= self.limit if self.least else self.figure <= self.limit
+        return self._reached(self.figure)
+
+    def _reached(self, figure):
+        return None if figure is None else figure >= self.limit if self.least else figure <= self.limit
 
     def row(self) -> dict:
+        def said(figure):
+            return "-" if figure is None else "yes" if self._reached(figure) else "NO"
+        alone = said(self.alone) + ("" if self.alone is None else f", {self.alone:.3g}")
         return {"goal": self.asked, "worst case": "not measured" if self.figure is None else
                 f"{self.figure:.3g} {self.unit}", "where": self.worst, "all cases": self.span,
-                "met": "-" if self.met is None else "yes" if self.met else "NO"}
+                "met": said(self.figure), "with no overlap": alone}
 
 
 def goals(found: Sequence[Point], read_gbs: float | None, empty_us: float | None) -> list[Goal]:
-    """Every goal with the figure that its worst case has, met or not.
+    """Every goal with the figure that its worst case has, met or not: with launches that overlap, and with none.
 
     read_gbs, empty_us: the ceiling of reading and the time of an empty launch, of the same run.
     """
+    pairs = zip(_goals(found, read_gbs, empty_us), _goals(alone(found), read_gbs, empty_us), strict=True)
+    return [replace(goal, alone=of_one.figure) for goal, of_one in pairs]
+
+
+def _goals(found, read_gbs, empty_us) -> list[Goal]:
     big = [p for p in found if p.n * p.k > BIG_CODES]
     exact = ("accurate",)
     rows = []
@@ -708,11 +773,11 @@ def goals(found: Sequence[Point], read_gbs: float | None, empty_us: float | None
     def speed(asked, points_, unit, value, limit, accuracy=tuple(ACCURACY)):
         best = {cell: _fastest(p for p in of if p.accuracy in accuracy) for cell, of in _cells(points_).items()}
         rows.append(_worst(asked, limit, True, unit, [
-            (value(p) if p else 0.0, f"{shape}, {codes}, M = {m}, {p.variant if p else 'none of ours'}")
+            (value(p) if p else 0.0, f"{shape}, {codes}, M = {m}, {p.label if p else 'none of ours'}")
             for (shape, codes, m), p in best.items()]))
 
     def ahead(asked, points_, limit=1.0, peers=lambda name: True, accuracy=tuple(ACCURACY)):
-        cases = [(s.ratio, f"{s.where}, {s.ours.variant} against {s.peer.variant}")
+        cases = [(s.ratio, f"{s.where}, {s.ours.label} against {s.peer.label}")
                  for s in standings(points_, peers, accuracy)]
         lacking = [(float("inf"), f"{shape}, {codes}, M = {m}, none of ours")
                    for (shape, codes, m), of in _cells(points_).items() if not any(p.accuracy in accuracy for p in of)]
@@ -739,7 +804,7 @@ def goals(found: Sequence[Point], read_gbs: float | None, empty_us: float | None
     small = [p for p in at(1, 1) if p.shape in SMALL]
     if read_gbs and empty_us:
         best = [_fastest(p for p in cell if p.ours) for cell in _cells(small).values()]
-        cases = [(p.us / (empty_us + p.gbs * p.us / read_gbs), f"{p.shape}, {p.codes}, {p.variant}")
+        cases = [(p.us / (empty_us + p.gbs * p.us / read_gbs), f"{p.shape}, {p.codes}, {p.label}")
                  for p in best if p]
     else:
         cases = []

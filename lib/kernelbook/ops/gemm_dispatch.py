@@ -192,7 +192,7 @@ def converted(x, activations: str):
 
 def choices_from_record(record: dict) -> dict:
     """The table's entry for a record's device: precision to class to "N x K" to {M: design}, from the cold times that
-    the ladder measured there; empty where it holds none.
+    the ladder measured there without overlapping launches; empty where it holds none.
 
     A class may use a stricter class's designs. Of the designs that stay within `SLACK` of the fastest, one is kept over
     as many M as it can be; each M stands for those from the M before to itself.
@@ -201,7 +201,7 @@ def choices_from_record(record: dict) -> dict:
     for e in record["measurements"]:
         if (e["kernel"], e["metric"], e["cache"]) == ("gemm_ladder", "time_us", "cold") and e["value"]:
             case = e["case"]
-            if case.get("accuracy") in ACCURACY:
+            if case.get("accuracy") in ACCURACY and not case.get("overlapped"):
                 for accuracy in list(ACCURACY)[list(ACCURACY).index(case["accuracy"]):]:
                     key = case["codes"], accuracy, f"{case['N']} x {case['K']}"
                     of = times.setdefault(key, {}).setdefault(case["M"], {})

@@ -72,6 +72,7 @@ class WideDesign:
     bound = BOUNDS["float32"]
     max_rows = MAX_ROWS
     overlaps = False
+    narrow = None
 
     def source(self, m: int) -> Source:
         return Source("grouped_gemm/4_wide_loads.cu", {"GROUP": formats.BLOCK, "ROWS": min(_power(m), 4)})
@@ -114,6 +115,7 @@ class PanelsDesign:
     splits: int | None = None
     max_rows = 4
     overlaps = True
+    narrow = None
 
     @property
     def name(self) -> str:
@@ -186,6 +188,7 @@ class RingDesign:
     blocks: int | None = None
     max_rows = MAX_ROWS
     overlaps = True
+    narrow = None
 
     @property
     def name(self) -> str:
@@ -295,6 +298,7 @@ class RangesDesign:
     blocks: int | None = None
     max_rows = 4
     overlaps = True
+    narrow = None
 
     @property
     def name(self) -> str:
@@ -401,7 +405,8 @@ def _aligned(size, to):
 DESIGNS = {design.name: design for design in (
     WideDesign(), *(kind(dtype) for kind in (PanelsDesign, RingDesign, RangesDesign) for dtype in DTYPES))
     } | packed_wgmma.DESIGNS
-"""Every design by its name; each has name, activations, bound, max_rows, why_not, prepare and sources, as here."""
+"""Every design by its name; each has name, activations, bound, max_rows, overlaps, narrow, why_not, prepare and
+sources, as here."""
 
 
 def sources() -> list[Source]:
@@ -479,17 +484,18 @@ class PackedGemm:
         return other
 
     def __call__(self, x, *, out=None):
-        """The product [M, N], float32 on the device; arguments and errors as `prepare` has them."""
+        """The product [M, N] on the device; arguments and errors as `prepare` has them."""
         return self.prepare(x, out=out)()
 
     def prepare(self, x, *, out=None, overlap=False) -> Callable:
-        """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`, float32 on
-        the device. Everything is checked and compiled here, once; the call only launches. Nothing is synchronized, and
+        """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`, on the
+        device. Everything is checked and compiled here, once; the call only launches. Nothing is synchronized, and
         calls of one preparation must not run side by side: they share memory for what blocks leave each other.
 
         x: [M, K] on the device, of the dtype that the design's activations have (`DTYPES`): float32, float16, or the
         bits of bfloat16 as uint16. No rows are no launch.
-        out: float32 [M, N] to write into; made where it is not given.
+        out: float32 [M, N] to write into; made where it is not given. Where the design has a `narrow` form, float16 or
+        bfloat16, it may be of that: half of the bytes, and a rounding more, within the design's bound.
         overlap: the call may begin while the launch before it in its stream still ends (programmatic dependent launch,
         on NVIDIA GPUs from sm_90; elsewhere it changes nothing): it then reads weights, which no launch shortly before
         may have written, and waits with all else. A design that is not made for that is a ValueError.
@@ -503,7 +509,8 @@ class PackedGemm:
         check_array(backend, x, "x", (m, self.k), DTYPES[design.activations], 16)
         if out is None:
             out = backend.empty((m, self.n), np.float32)
-        check_array(backend, out, "out", (m, self.n), np.float32, 16)
+        narrow = design.narrow and getattr(out, "dtype", None) == DTYPES[design.narrow]
+        check_array(backend, out, "out", (m, self.n), DTYPES[design.narrow] if narrow else np.float32, 16)
         data = self._device.get(design)
         arrays = data if isinstance(data, tuple) else (data,)
         check_apart(backend, {"out": out}, {"x": x} | {f"the weights ({i})": a for i, a in enumerate(arrays)})
