@@ -44,6 +44,8 @@ grouped_gemm_panels(const uint8_t *__restrict__ w, const Activation *__restrict_
   InRegisters here, next;
   int c = begin + warp;
   if (c < end) read(c, here);
+  if (c + kWarps < end && lane * 128 < kChunkBytes)  // as far as L2: there is no register for it yet
+    prefetch_to_l2(w + ((size_t)panel * chunks + c + kWarps) * kChunkBytes + lane * 128);
   await_launch_before();
 #pragma unroll 1
   for (; c < end; c += kWarps) {

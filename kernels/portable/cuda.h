@@ -102,6 +102,8 @@ GPU_MMA_16816(mma_m16n8k16_bf16, "bf16")
 GPU_MMA_16816(mma_m16n8k16_f16, "f16")
 #undef GPU_MMA_16816
 
+__device__ __forceinline__ void prefetch_to_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

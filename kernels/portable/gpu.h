@@ -10,6 +10,7 @@
 //   bf16_pair(low, high), half_pair(low, high)    two numbers as bf16 or as f16 in 32 bits
 //   half2_add(a, b), half2_fma(a, b, c)           arithmetic on such pairs of f16
 //   load_once(p)                       16 bytes of global memory that nobody reads again: they need no place in a cache
+//   prefetch_to_l2(p)                  the line that p lies in will be read soon
 //   fast_exp2(x), fast_reciprocal(x)   2^x and 1 / x by the hardware's instruction, to about 2 ulp; a subnormal x or
 //                                      result may be taken for 0
 //   copy_async(shared, global, there)  16 bytes into shared memory, or 16 zeros; copy_commit() ends a group of copies,
@@ -35,6 +36,7 @@
 #endif
 
 #if !GPU_CUDA
+__device__ __forceinline__ void prefetch_to_l2(const void *) {}
 __device__ __forceinline__ void let_next_launch_begin() {}
 __device__ __forceinline__ void await_launch_before() {}
 #endif

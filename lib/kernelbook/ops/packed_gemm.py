@@ -140,7 +140,8 @@ class PanelsDesign:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
         m, n, k = len(x), weights.n, weights.k
         panels, chunks = math.ceil(n / packing.ROWS), math.ceil(k / packing.COLUMNS)
-        splits = self.splits or max(1, min(3 * backend.multiprocessors // panels, chunks // WARPS))
+        # a warp has at least two chunks: the second is on its way while the first is multiplied
+        splits = self.splits or max(1, min(3 * backend.multiprocessors // panels, chunks // (2 * WARPS)))
         kernel = backend.compile(self.source(weights.precision, m)).kernel("grouped_gemm_panels")
         pieces, counters = _fixup(backend, 2 * panels * splits * 32 * 4 if splits > 1 else 0, panels)
         args = [data, x, out, pieces, counters, *map(np.int32, (m, n, k))]
