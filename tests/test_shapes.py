@@ -51,3 +51,10 @@ def test_names():
     assert shapes.QWEN3_VL_2B["down"].k == 6144
     with pytest.raises(KeyError, match="Qwen3-VL-2B has no projection 'kv'; it has q, k, v, o"):
         shapes.QWEN3_VL_2B["kv"]
+
+
+def test_distinct_takes_the_first_of_each_shape():
+    assert [p.name for p in shapes.distinct(shapes.QWEN3_VL_2B)] == ["q", "k", "gate", "down", "lm_head"]
+    assert [(p.n, p.k) for p in shapes.distinct(shapes.QWEN3_5_27B.projections)] == [
+        (10240, 5120), (6144, 5120), (48, 5120), (5120, 6144), (12288, 5120), (1024, 5120), (17408, 5120),
+        (5120, 17408)]

@@ -1,6 +1,6 @@
 """The projections of three language models, as data: what a pass multiplies, how often, what can be fused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -83,6 +83,14 @@ class Inventory:
             joined.append(Projection("+".join(p.name for p in parts), sum(p.n for p in parts), parts[0].k,
                                      parts[0].count, source))
         return tuple(joined)
+
+
+def distinct(projections: Iterable[Projection]) -> list[Projection]:
+    """The first projection of each shape: q stands for o too where both are square."""
+    first = {}
+    for p in projections:
+        first.setdefault((p.n, p.k), p)
+    return list(first.values())
 
 
 def _transformer(name, hidden, layers, heads, kv_heads, head_dim, ffn, vocabulary) -> Inventory:

@@ -173,10 +173,6 @@ def test_random_inputs_have_the_models_shapes(lab):
     assert sorted(kind for kind, _ in inputs.blocks.values()) == ["Q4_0", "Q8_0"] and "random" in inputs.source
 
 
-def test_distinct_takes_the_first_of_each_shape():
-    assert [p.name for p in study.distinct(shapes.QWEN3_VL_2B)] == ["q", "k", "gate", "down", "lm_head"]
-
-
 # ---- every experiment on the simulator
 
 def test_selftest_passes(lab):

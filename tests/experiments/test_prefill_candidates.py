@@ -91,13 +91,6 @@ def test_values_that_no_experiment_can_use_are_named(lab, given, message):
     assert not lab.record.measurements
 
 
-def test_distinct_shapes():
-    assert [p.name for p in study.distinct(MODEL)] == ["q", "k"]
-    assert [(p.n, p.k) for p in study.distinct(shapes.QWEN3_5_27B)] == [
-        (10240, 5120), (6144, 5120), (48, 5120), (5120, 6144), (12288, 5120), (1024, 5120), (17408, 5120),
-        (5120, 17408)]
-
-
 def test_bf16_rounds_to_even():
     x = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-7, 0, -0.0, 3e38], np.float32)
     rounded = study.from_bf16(study.to_bf16(x))

@@ -7,13 +7,14 @@ it does on most.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from kernelbook import measure, stats
-from kernelbook.backends import Backend
+from kernelbook import measure, stats, toolchain
+from kernelbook.backends import Backend, Source
 from kernelbook.records import Record, Verdict
 
 NEEDS_GPU = "a GPU: the wave simulator checks results and is not timed"
@@ -53,6 +54,13 @@ class Lab:
     def rng(self, *key: int) -> np.random.Generator:
         """A generator that depends on the seed and the key only, not on what ran before."""
         return np.random.default_rng([self.seed, *key])
+
+    def compile_ahead(self, sources: Sequence[Source]) -> None:
+        """On an NVIDIA GPU, have several compiled at once, which is most of what the first run on a machine takes.
+        What the compiler makes stays on disk, where a launch finds it."""
+        if self.backend.name == "cuda":
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda source: toolchain.nvrtc_compile(source, self.backend.arch), sources))
 
     def measure_ceilings(self, memory_mib: int = 1024, matmul_size: int = 8192) -> list[measure.Ceiling]:
         """Measure this machine's ceilings, record them, and keep them for the fractions that follow."""

@@ -24,7 +24,6 @@ from kernelbook import formats, measure, packing, shapes, stats
 from kernelbook.backends import BackendUnavailable, Source
 from kernelbook.experiments import Lab
 from kernelbook.experiments import grouped_gemm as article
-from kernelbook.experiments.prefill_probe import compile_ahead
 from kernelbook.ops import packed_gemm as op
 from kernelbook.ops.gemm_dispatch import ACCURACY, Weight, accuracy_of, choose, converted
 from kernelbook.ops.grouped_gemm import GroupedGemm, reference
@@ -54,7 +53,7 @@ ACTIVATION_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def projections() -> list[shapes.Projection]:
     """The shapes of the ladder, each once: the large ones of Qwen3.5-27B, then Qwen3-VL-2B's."""
     large = [shapes.QWEN3_5_27B[name] for name in ("gate", "gdn_qkv", "q", "down", "o")]
-    return large + article.distinct(shapes.QWEN3_VL_2B)
+    return large + shapes.distinct(shapes.QWEN3_VL_2B)
 
 
 def check_parameters(*, ladder_rows: Sequence[int], ladder_peer_shapes: int) -> None:
@@ -177,7 +176,7 @@ def _compile_designs(lab: Lab) -> None:
     """On an NVIDIA GPU, have the forms of all designs that can run compiled, several at once."""
     if lab.backend.name == "cuda":
         able = [design for design in op.DESIGNS.values() if not _refusals(lab, design, article.PRECISIONS, [1])]
-        compile_ahead(lab, [source for design in able for source in design.sources()])
+        lab.compile_ahead([source for design in able for source in design.sources()])
 
 
 def _refusals(lab, design, precisions, rows) -> str | None:

@@ -105,14 +105,6 @@ def label(p: shapes.Projection) -> str:
     return f"{p.name} {p.n} x {p.k}"
 
 
-def distinct(model: shapes.Inventory) -> list[shapes.Projection]:
-    """A model's projections, the first of each shape and its name: q stands for o too where both are square."""
-    first = {}
-    for p in model:
-        first.setdefault((p.n, p.k), p)
-    return list(first.values())
-
-
 def _case(m: int, strips: formats.Strips) -> dict:
     """What a record calls a product of m rows with `strips`."""
     return {"M": m, "N": strips.n, "K": strips.k, "group": strips.group, "codes": strips.precision}
@@ -841,7 +833,7 @@ def flop_gate(lab: Lab, model: shapes.Inventory, precision: str = "int8") -> Fin
     evidence = (f"MFLOP at M = 1: {figures}, {'as' if same else 'not all as'} the article has them; the gate of 1e7 "
                 f"sends {', '.join(name for name in flops if name in above) or 'none'} to the GPU.")
     rows, left_out = [], []
-    for p in distinct(model):
+    for p in shapes.distinct(model):
         strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, 32, precision)
         x = lab.rng(10, 1, p.k).standard_normal((1, p.k), np.float32)
         case = _case(1, strips)

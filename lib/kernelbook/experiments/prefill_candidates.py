@@ -15,7 +15,6 @@ import numpy as np
 from kernelbook import formats, measure, qwen3_5, shapes, stats
 from kernelbook.backends import Source
 from kernelbook.experiments import Finding, Lab, not_timed, omitted
-from kernelbook.experiments.prefill_probe import compile_ahead
 from kernelbook.ops import gated_delta_net as gdn
 from kernelbook.ops import layer, panel_gemm
 from kernelbook.ops import prefill_gemm as op
@@ -64,14 +63,6 @@ def check_parameters(*, rows: Sequence[int], designs: Sequence[str], pass_rows: 
             raise ValueError(f"designs: {design!r}; expected some of {', '.join(CANDIDATES)}")
     if pass_rows not in rows:
         raise ValueError(f"pass_rows: {pass_rows}; expected one of the rows {', '.join(map(str, rows))}")
-
-
-def distinct(model: shapes.Inventory) -> list[shapes.Projection]:
-    """The projections of a model's layers, the first of each shape. lm_head, which sees one row, is none of them."""
-    first: dict[tuple[int, int], shapes.Projection] = {}
-    for p in model.projections:
-        first.setdefault((p.n, p.k), p)
-    return list(first.values())
 
 
 # ---------------------------------------------------------------- one product in every design
@@ -237,9 +228,9 @@ def candidates(lab: Lab, model: shapes.Inventory = shapes.QWEN3_5_27B, rows: Seq
     """
     check_parameters(rows=rows, designs=designs, pass_rows=pass_rows, tokens=[1], layers=1)
     peers = _peers(lab)
-    compile_ahead(lab, [source for name in designs for source in _sources(lab, name)])
+    lab.compile_ahead([source for name in designs for source in _sources(lab, name)])
     table, left_out = [], []
-    for i, p in enumerate(distinct(model)):
+    for i, p in enumerate(shapes.distinct(model.projections)):
         problem = _Problem(lab, p, i, None if lab.timed else 64)
         ready = _prepare_peers(problem, peers) if lab.timed else {}
         for m in rows if lab.timed else sorted({min(m, 32) for m in rows}):

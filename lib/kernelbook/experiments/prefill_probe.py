@@ -8,7 +8,6 @@ the weights.
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -260,7 +259,7 @@ def times(lab: Lab, projections: Sequence[str] = tuple(SHAPES), wave_rows: Seque
                          "clock.", rows, f"errors up to {worst:.1e}")
     forms = {m: [(variant, r) for variant in op.FILES for r in wave_rows] for m in batches}
     forms[M] = list(dict.fromkeys([*forms.get(M, ()), *ARTICLE_FORMS]))
-    compile_ahead(lab, [backends.Source(*op.source(*form, m)) for m, of_m in forms.items() for form in of_m])
+    lab.compile_ahead([backends.Source(*op.source(*form, m)) for m, of_m in forms.items() for form in of_m])
     rows, left_out = [], []
     for name in projections:
         problem = _Problem(lab, name)
@@ -269,15 +268,6 @@ def times(lab: Lab, projections: Sequence[str] = tuple(SHAPES), wave_rows: Seque
             rows += found
             left_out += wrong
     return _judge_order(lab, rows, left_out)
-
-
-def compile_ahead(lab: Lab, sources: Sequence[backends.Source]) -> None:
-    """On a GPU, have NVRTC compile several at once, which is most of what the first run on a machine takes. What it
-    makes stays on disk, where a launch finds it."""
-    arch = getattr(lab.backend, "arch", None)
-    if arch:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda source: toolchain.nvrtc_compile(source, arch), sources))
 
 
 def _errors_of_article_forms(problem: _Problem) -> list[dict]:
