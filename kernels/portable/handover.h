@@ -47,38 +47,37 @@ struct Ranges {
 };
 
 #if GPU_HAS_WGMMA
-// What warpgroups leave to each other: sums, [ranges][places][count / 4][128 lanes], and whether they are there, 0 before a
-// launch and after it. A range gives at most once. place: of a warpgroup in the cluster. barrier() holds the warpgroup.
+// What warps leave to each other: sums, [ranges][places][count / 4][32 lanes], and whether they are there, 0 before a
+// launch and after it. A range gives at most once. place: of a warp in the cluster; equal warps have equal rows, and
+// neither waits for others of its block.
 template <int count, int places> struct Handover {
   float4 *sums;
   int *there;
 
-  template <class Barrier>
-  __device__ __forceinline__ void give(const float (&own)[count], int range, int place, int lane, Barrier barrier) const {
+  __device__ __forceinline__ void give(const float (&own)[count], int range, int place, int lane) const {
     const int slot = range * places + place;
-    float4 *to = sums + (size_t)slot * (count / 4 * 128) + lane;
+    float4 *to = sums + slot * (count / 4 * 32) + lane;
     unrolled<count / 4>([&](auto i) {
       const float *four = own + 4 * i.value;
-      to[i.value * 128] = make_float4(four[0], four[1], four[2], four[3]);
+      to[i.value * 32] = make_float4(four[0], four[1], four[2], four[3]);
     });
-    barrier();
-    if (lane == 0) asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(there + slot) : "memory");
+    __syncwarp();
+    if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(there + slot) : "memory");
   }
-  template <class Barrier>
-  __device__ __forceinline__ void take(float (&own)[count], int first, int end, int place, int lane, Barrier barrier) const {
+  __device__ __forceinline__ void take(float (&own)[count], int first, int end, int place, int lane) const {
     if (first == end) return;
-    for (int giver = first + lane; giver < end; giver += 128) {  // each lane waits for one
+    for (int giver = first + lane; giver < end; giver += 32) {  // each lane waits for one
       int *flag = there + giver * places + place, is_there;
       do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is_there) : "l"(flag) : "memory");
       while (!is_there);
       *flag = 0;
     }
-    barrier();
-#pragma unroll(count <= 16 ? 4 : 1)
+    __syncwarp();
+#pragma unroll(count < 32 ? 32 / count : 1)  // so many registers to load into, or those of one giver
     for (int giver = first; giver < end; ++giver) {
-      const float4 *from = sums + (size_t)(giver * places + place) * (count / 4 * 128) + lane;
+      const float4 *from = sums + (giver * places + place) * (count / 4 * 32) + lane;
       unrolled<count / 4>([&](auto i) {
-        const float4 four = __ldcg(from + i.value * 128);  // written while this kernel runs
+        const float4 four = __ldcg(from + i.value * 32);  // written while this kernel runs
         float *to = own + 4 * i.value;
         to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
       });

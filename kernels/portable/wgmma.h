@@ -65,6 +65,13 @@ template <int registers> __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
+// Of an 8 x 8 matrix a lane has two neighbours of 16 bits, of row lane / 4: those of the transposed matrix.
+__device__ __forceinline__ uint32_t transposed_8x8(uint32_t pair) {
+  uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 // Behind a wait: what was multiplied is there, and no use of it may be moved ahead of this.
 template <int n> __device__ __forceinline__ void wgmma_arrived(int (&d)[n]) {
 #pragma unroll

@@ -12,8 +12,12 @@
 //
 // Cut tiles are put together as handover.h has it: what a block gives to another it has at the beginning.
 //
+// Few tokens are a matter of bytes, and of what launches cost that follow each other. A block of half a multiprocessor
+// leaves room for one of the next launch, which fills its stages with weights while this one hands over and ends.
+//
 // Predicted: 17408 x 5120, M = 512, either precision: as fast as cuBLAS on bf16 weights, to 3%; both draw all the power
-// there is. M = 8 to 32: 6 us to begin, to hand over and to end, and beside these 80% of the read ceiling.
+// there is. M = 8 to 32: 6 us to begin, to hand over and to end, and beside these 80% of the read ceiling. With room for
+// the next launch: 2 us less of them.
 //
 // There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
 //
@@ -26,9 +30,9 @@
 //   X_STAGES     steps of 64 columns of x in shared memory
 //   W_STAGES     stages of w there
 //   W_CHUNKS     of each of them: what one copy brings of a panel
-//   AHEAD        groups of 32 columns that become weights at a time: 1 or 2
 //   CLUSTER      blocks that share x, each by a multiple of 8 tokens
-//   BF16_OUT     1: out is bf16, 0: float
+//   ROOM         1: a multiprocessor has room for two blocks
+//   NARROW_OUT   1: out is of 16 bits, as x is; 0: float
 #include "bulk.h"
 #include "handover.h"
 
@@ -50,9 +54,14 @@ static_assert(kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0 && GROUPS % PARTS ==
 static_assert(X_STAGES > kChunk / kStep * W_CHUNKS * (PARTS - 1) + 1 && W_STAGES >= PARTS);
 static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
 
-// Registers of a thread. A block has what it is launched with, 65536 / kThreads each, rounded down to a multiple of 8: what
-// the threads that multiply take, those that copy must have given.
-constexpr int kMultiplyRegisters = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232, kCopyRegisters = GROUPS < 3 ? 40 : 32;
+// A block takes a multiprocessor, or with ROOM half of it, so that blocks of the next launch may bring weights meanwhile.
+// Registers of a thread are counted in eights: what the threads that multiply take, those that copy must have given.
+constexpr int kBlocks = 1 + ROOM, kLaunched = 65536 / kBlocks / kThreads / 8 * 8;
+constexpr int kCopyRegisters = ROOM && BANDS * (kSums + 16) < 64 ? 40 : 32;
+constexpr int kMultiplyRegisters = (kLaunched * (GROUPS + 1) - kCopyRegisters) / GROUPS / 8 * 8;
+// Groups of 32 columns that become weights at a time: two, if there are registers for all sums, for weights that are being
+// made and for those being multiplied.
+constexpr int kAhead = BANDS * (kSums + 32) + 36 <= kMultiplyRegisters ? 2 : 1;
 
 struct Block {
   alignas(1024) uint16_t x[X_STAGES][TILE_TOKENS][kStep];
@@ -62,7 +71,7 @@ struct Block {
 #endif
   PhaseBarrier x_full[X_STAGES], x_empty[X_STAGES], w_full[W_STAGES], w_empty[W_STAGES];
 };
-static_assert(sizeof(Block) + 1024 <= 227 << 10, "a block has 227 KB, and 1 KB of them aligns it");
+static_assert(sizeof(Block) + 1024 <= (ROOM ? 113 : 227) << 10, "of 228 KB a block has 1 KB, and 1 KB aligns it");
 
 // Where a thread stands in a ring of stages. Who fills them waits for an empty one with the parity before: of a new barrier
 // that phase counts as ended.
@@ -153,13 +162,53 @@ __device__ __forceinline__ bool gather_parts(float (&own)[BANDS * kSums], Block 
 }
 #endif
 
-#if BF16_OUT
+#if NARROW_OUT
 using Out = uint16_t;
 #else
 using Out = float;
 #endif
-__device__ __forceinline__ void put(float &to, float sum) { to = sum; }
-__device__ __forceinline__ void put(uint16_t &to, float sum) { to = float_to_bf16(sum); }
+
+// Writes a warp's sums of 16 rows and of tokens by 8 to out [M][N], `row` and `token` being the first of them.
+#if NARROW_OUT
+// A lane has two tokens of a row, and memory the rows of a token side by side: 8 x 8 are transposed, then lanes exchange
+// halves, so that each has four rows of a token, 8 bytes, and four lanes a sector.
+__device__ __forceinline__ void store(Out *out, const float (&sums)[kSums], int row, int token, int M, int N, int lane) {
+  const auto pair = [](float first, float second) { return BF16 ? bf16_pair(first, second) : half_pair(first, second); };
+  const bool is_odd = lane % 2;
+  uint2 four[kSums / 4];
+  unrolled<kSums / 4>([&](auto j) {
+    const float *of_8 = sums + 4 * j.value;
+    const uint32_t upper = transposed_8x8(pair(of_8[0], of_8[1])), lower = transposed_8x8(pair(of_8[2], of_8[3]));
+    const uint32_t theirs = __shfl_xor_sync(GPU_FULL_MASK, is_odd ? upper : lower, 1);
+    four[j.value] = is_odd ? make_uint2(theirs, lower) : make_uint2(upper, theirs);
+  });
+  row += is_odd * 8 + lane % 4 / 2 * 4, token += lane / 4;
+  Out *to = out + (size_t)token * N + row;
+  if (N % 4 == 0) {
+    unrolled<kSums / 4>([&](auto j) {
+      if (token + 8 * j.value < M && row < N) *reinterpret_cast<uint2 *>(to) = four[j.value];
+      to += (size_t)8 * N;
+    });
+  } else {  // rows are not at multiples of 8 bytes
+    unrolled<kSums / 4>([&](auto j) {
+      unrolled<4>([&](auto i) {
+        const uint32_t two = i.value < 2 ? four[j.value].x : four[j.value].y;
+        if (token + 8 * j.value < M && row + i.value < N) to[i.value] = uint16_t(two >> i.value % 2 * 16);
+      });
+      to += (size_t)8 * N;
+    });
+  }
+}
+#else
+__device__ __forceinline__ void store(Out *out, const float (&sums)[kSums], int row, int token, int M, int N, int lane) {
+  row += lane / 4, token += lane % 4 * 2;
+  Out *to = out + (size_t)token * N + row;
+  unrolled<kSums>([&](auto i) {  // of 8 tokens + 0, + 1, of rows + 0, + 8
+    constexpr int later = i.value / 4 * 8 + i.value % 2, below = i.value % 4 / 2 * 8;
+    if (token + later < M && row + below < N) to[(size_t)later * N + below] = sums[i.value];
+  });
+}
+#endif
 
 #if CLUSTER > 1
 #define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
@@ -170,7 +219,7 @@ __device__ __forceinline__ void put(uint16_t &to, float sum) { to = float_to_bf1
 // out [M][N] of x [M][K], by its map of boxes of kShare x 64, and w [N / 16][K / 128] chunks of panels, rounded up; rows
 // of w beyond N and columns beyond K count as 0. sums, there, whole: see handover.h; a step is a chunk, a range a cluster's.
 // Grid: as many blocks as run at once, or fewer, whole clusters; block: 32 x 4 (GROUPS + 1).
-extern "C" __global__ void OF_CLUSTER __launch_bounds__(kThreads, 1)
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(kThreads, kBlocks)
 packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x, Out *__restrict__ out, float4 *sums_left,
              int *there, int M, int N, int K, int whole) {
   GPU_DYNAMIC_SHARED(char, unaligned);
@@ -198,7 +247,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   else __syncthreads();
 
   if (warp / 4 == GROUPS) {
-    if constexpr (GROUPS > 1) give_registers<kCopyRegisters>();
+    give_registers<kCopyRegisters>();
     if (warp % 4 == 0 && lane == 0) {  // x, without which nothing is multiplied, left or stored
       await_launch_before();
       Ranges range = own_range();
@@ -238,7 +287,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       }
     }
   } else {
-    if constexpr (GROUPS > 1) take_registers<kMultiplyRegisters>();
+    take_registers<kMultiplyRegisters>();
     const int group = warp / 4, part = group / kPlaces, place = group % kPlaces;
     const int first_panel = place * BANDS * 4 + warp % 4;  // of band b: 4 b further
     const auto release_x = [&](int stage) {
@@ -271,14 +320,14 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
           read_run<16>(scales[b.value], panel + b.value * 4 * W_CHUNKS * kChunkBytes + kCodeBytes + lane / 4 * 16);
         });
         uint32_t x_address;
-        unrolled<4 / AHEAD>([&](auto turn) {
-          constexpr int first_group = turn.value * AHEAD;  // of 32 columns, of the chunk; two have a stage of x
+        unrolled<4 / kAhead>([&](auto turn) {
+          constexpr int first_group = turn.value * kAhead;  // of 32 columns, of the chunk; two have a stage of x
           if constexpr (first_group % 2 == 0) {
             block.x_full[x_turn.stage].wait(x_turn.parity);
             x_address = wgmma_address(block.x[x_turn.stage]);
           }
-          uint32_t weights[BANDS][2 * AHEAD][4];
-          unrolled<AHEAD * BANDS>([&](auto i) {
+          uint32_t weights[BANDS][2 * kAhead][4];  // of each step of 16 columns
+          unrolled<kAhead * BANDS>([&](auto i) {
             constexpr int b = i.value % BANDS, ahead = i.value / BANDS, q = first_group + ahead;
             // 16 bytes of codes are one group of int8, two of int4
             if constexpr (CODE_BITS == 8 || q % 2 == 0)
@@ -293,12 +342,12 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
             });
           });
           wgmma_begin();
-          unrolled<2 * AHEAD>([&](auto s) {
+          unrolled<2 * kAhead>([&](auto s) {
             const uint64_t columns = wgmma_matrix<kWidth>(x_address, (first_group % 2 * 2 + s.value) * 32);
             unrolled<BANDS>([&](auto b) { multiply(sums[b.value], weights[b.value][s.value], columns); });
           });
           wgmma_commit();
-          if constexpr (first_group + AHEAD == 4) {
+          if constexpr (first_group + kAhead == 4) {
             if (of_stage == W_CHUNKS - 1 || at + 1 == count) {  // the stage is in registers, of all lanes
               if (lane == 0) block.w_empty[w_turn.stage].arrive();
               w_turn.next();
@@ -309,7 +358,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
             if (first_group > 0 || at > part * W_CHUNKS) release_x(before);
             before = x_turn.stage;
           }
-          if constexpr ((first_group + AHEAD) % 2 == 0) x_turn.next();
+          if constexpr ((first_group + kAhead) % 2 == 0) x_turn.next();
         });
       }
       wgmma_wait<0>();
@@ -322,29 +371,18 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       x_before += count * (kChunk / kStep), w_before += (count + W_CHUNKS - 1) / W_CHUNKS;
       if (!gather_parts(all, block, part, place, warp % 4 * 32 + lane)) continue;
 #endif
-      // Warpgroups with rows of their own: none waits for another.
-      const Handover<BANDS * kSums, CLUSTER * kPlaces> handover{sums_left, there};
-      const int of_cluster = rank * kPlaces + place, thread = warp % 4 * 32 + lane;
-      const auto barrier = [&] { group_barrier<128>(1 + group); };
+      // Warps with rows of their own: none waits for another of its block.
+      const Handover<BANDS * kSums, CLUSTER * kPlaces * 4> handover{sums_left, there};
+      const int of_cluster = (rank * kPlaces + place) * 4 + warp % 4;
       if (range.is_given(work)) {
-        handover.give(all, range.range, of_cluster, thread, barrier);
+        handover.give(all, range.range, of_cluster, lane);
         continue;
       }
-      handover.take(all, range.first_giver(work), range.range, of_cluster, thread, barrier);
-      const int token = work.tile % token_tiles * TILE_TOKENS + lane % 4 * 2;
-      const int first_row = (row_tile_of(work) * kPanels + first_panel) * kPanelRows + lane / 4;
+      handover.take(all, range.first_giver(work), range.range, of_cluster, lane);
+      const int token = work.tile % token_tiles * TILE_TOKENS;
+      const int row = (row_tile_of(work) * kPanels + first_panel) * kPanelRows;
       unrolled<BANDS>([&](auto b) {
-        const int row = first_row + b.value * 4 * kPanelRows;
-        Out *to = out + (size_t)token * N + row;
-        unrolled<kSums / 4>([&](auto j) {  // tokens + 0, + 1 of 8, rows + 0, + 8
-          unrolled<2>([&](auto i) {
-            const bool is_token = token + j.value * 8 + i.value < M;
-            Out *of_token = to + (i.value ? N : 0);
-            if (is_token && row < N) put(of_token[0], sums[b.value][4 * j.value + i.value]);
-            if (is_token && row + 8 < N) put(of_token[8], sums[b.value][4 * j.value + 2 + i.value]);
-          });
-          to += (size_t)8 * N;
-        });
+        store(out, sums[b.value], row + b.value * 4 * kPanelRows, token, M, N, lane);
       });
     }
   }

@@ -11,9 +11,9 @@ from kernelbook.ops import grouped_gemm
 from kernelbook.ops import packed_wgmma as op
 
 OWN_BOUND = 2e-5  # on the operands as they are multiplied: what is left is how the tensor cores add
-SHAPES = [(1, 16, 128), (5, 40, 96), (8, 1000, 1312), (13, 592, 416), (33, 2064, 1024), (70, 300, 640),
-          (130, 144, 2048), (300, 2064, 1536), (513, 1040, 1024)]
-"""(M, N, K): each compiled number of tokens; ends within a panel, a tile, a cluster and a chunk; tiles that are cut."""
+SHAPES = [(1, 16, 128), (5, 40, 96), (8, 1000, 1312), (9, 37, 1312), (13, 592, 416), (33, 2064, 1024), (70, 299, 640),
+          (24, 1030, 4096), (130, 144, 2048), (300, 2064, 1536), (513, 1040, 1024)]
+"""(M, N, K): ends within a panel, a tile, a cluster and a chunk; N no multiple of 4 or 2; tiles that are cut."""
 
 CASES = [(name, precision) for name, design in op.DESIGNS.items() for precision in design.precisions]
 
@@ -24,14 +24,18 @@ def weight(n, k, precision):
 
 # ---- compiled
 
-@pytest.mark.parametrize("name, precision, tokens", [("wgmma_f16", "int4", 256), ("wgmma_f16", "int8", 176),
-                                                     ("wgmma_bf16", "int4", 128), ("wgmma_f16", "int8", 8)])
-def test_machine_code(name, precision, tokens):
-    """No spills, products that follow each other without a wait of the compiler's, copies by the copy engine."""
+@pytest.mark.parametrize("name, precision, tokens, room, narrow", [
+    ("wgmma_f16", "int4", 256, False, False), ("wgmma_bf16", "int4", 256, False, True),
+    ("wgmma_f16", "int8", 176, False, True), ("wgmma_bf16", "int4", 128, False, False),
+    ("wgmma_f16", "int8", 8, False, False), ("wgmma_f16", "int8", 32, True, True),
+    ("wgmma_bf16", "int4", 64, True, False)])
+def test_machine_code(name, precision, tokens, room, narrow):
+    """No spills, products that follow each other without a wait of the compiler's, copies by the copy engine; outputs
+    of 16 bits are transposed and stored by 8 bytes."""
     if toolchain.targets()["sm_90a"]:
         pytest.skip(toolchain.targets()["sm_90a"])
-    form = next(form for form in op.FORMS if form.tokens == tokens)
-    source = op.DESIGNS[name].source(precision, form)
+    form = next(form for form in op.FORMS if (form.tokens, form.room) == (tokens, room))
+    source = op.DESIGNS[name].source(precision, form, narrow)
     _, log = toolchain.nvrtc_compile(source, "90a")
     compiled = toolchain.compile_cuda(source, "90a")
     resources, = compiled.resources.values()
@@ -41,6 +45,10 @@ def test_machine_code(name, precision, tokens):
     assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1
     boxes, = re.findall(r"UTMALDG\.2D\S*", compiled.assembly)
     assert boxes == ("UTMALDG.2D.MULTICAST" if form.cluster > 1 else "UTMALDG.2D")
+    eights = form.bands * tokens // 8
+    assert len(re.findall(r"MOVM\.16\.MT88", compiled.assembly)) == narrow * 2 * eights
+    assert len(re.findall(r"STG\.E\.64 ", compiled.assembly)) == narrow * eights
+    assert resources["registers"] * form.threads * (1 + room) <= 65536
 
 
 @pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
@@ -48,7 +56,7 @@ def test_machine_code(name, precision, tokens):
 def test_stages_fit(precision, form):
     x, w = form.stages(precision)
     assert w >= 2 and 64 * x >= 128 * form.chunks_of(precision) * min(w, 2)
-    assert form.shared(precision) <= 227 << 10
+    assert (form.shared(precision) + 1024) * (1 + form.room) <= 228 << 10
     assert form.tokens % (8 * form.cluster) == 0
 
 
@@ -124,6 +132,15 @@ def test_what_is_chosen(precision):
     assert chosen(8, 17408, 5120)[0] == 8
 
 
+def test_room_is_for_launches_that_overlap():
+    def plan(m, overlap):
+        backend = SimpleNamespace(multiprocessors=132)
+        return op.DESIGNS["wgmma_f16"].plan(backend, weight(17408, 5120, "int4"), m, overlap)
+    assert not any(plan(m, False).form.room for m in (1, 8, 16, 32, 64, 512))
+    assert all(plan(m, True).form.room for m in (1, 8, 16, 32))
+    assert plan(512, True) == plan(512, False)
+
+
 def test_says_why_not(simulator):
     design = op.DESIGNS["wgmma_bf16"]
     assert "Hopper" in design.why_not(simulator, weight(64, 128, "int4"), 8)
@@ -147,9 +164,14 @@ def to_bf16(x):
     return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def product(backend, name, panels, x):
-    out = backend.empty((len(x), panels.n), np.float32)
-    given = backend.array(to_bf16(x) if op.DESIGNS[name].activations == "bfloat16" else x.astype(np.float16))
+def narrowed(name, x):
+    """float32 as a design's own 16 bits."""
+    return to_bf16(x) if op.DESIGNS[name].narrow == "bfloat16" else x.astype(np.float16)
+
+
+def product(backend, name, panels, x, narrow=False):
+    given = backend.array(narrowed(name, x))
+    out = backend.empty((len(x), panels.n), given.dtype if narrow else np.float32)
     op.DESIGNS[name].prepare(backend, panels, backend.array(panels.data), given, out)()
     return backend.numpy(out)
 
@@ -165,10 +187,37 @@ def test_against_float64(hopper, name, precision, m, n, k):
     reference = grouped_gemm.reference(x, packing.unpack(panels))
     assert stats.errors(out, reference).relative_frobenius <= op.DESIGNS[name].bound
     assert np.array_equal(out, product(hopper, name, panels, x))
+    assert np.array_equal(product(hopper, name, panels, x, narrow=True), narrowed(name, out))
     if name == "wgmma_f16":
         w = packing.unpack(panels).dequantize(np.float64).astype(np.float16).astype(np.float64)
         own = x.astype(np.float16).astype(np.float64) @ w.T
         assert stats.errors(out, own).relative_frobenius <= OWN_BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("narrow, more", [(False, 8), (True, 8), (True, 5)])
+@pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
+@pytest.mark.parametrize("form", op.FORMS, ids=str)
+def test_every_plan_of_a_form(hopper, form, precision, narrow, more):
+    """Launches follow each other in the same scratch, on other activations each time: nothing of the one before is left
+    there, and nothing is written beside out."""
+    m, n, k = 2 * form.tokens + 3, 2 * form.rows * form.cluster + more, 1376
+    design, rng = op.DESIGNS["wgmma_f16"], np.random.default_rng((form.tokens, n))
+    panels = packing.random_panels(rng, n, k, precision)
+    w = packing.unpack(panels).dequantize(np.float64).astype(np.float16).astype(np.float64)
+    data, given = hopper.array(panels.data), hopper.empty((m, k), np.float16)
+    room = hopper.empty((m + 2, n), np.float16 if narrow else np.float32)
+    out = room[1:-1] if more == 8 else hopper.empty((m, n), room.dtype)  # at a multiple of 16 bytes
+    for plan in op.plans(m, n, k, hopper.multiprocessors, [form]):
+        call = design.launch(hopper, panels, data, given, out, plan, overlap=True)
+        for _ in range(2):
+            x = rng.standard_normal((m, k)).astype(np.float16)
+            given[...] = hopper.array(x)
+            room.fill(7), out.fill(np.nan)
+            found = hopper.numpy(call()).astype(np.float64)
+            bound = design.bound if narrow else OWN_BOUND
+            assert stats.errors(found, x.astype(np.float64) @ w.T).relative_frobenius <= bound, plan
+            assert (hopper.numpy(room[[0, -1]]) == 7).all()
 
 
 @pytest.mark.gpu

@@ -1,9 +1,9 @@
 """Designs of `packed_gemm` on Hopper's warpgroup instructions: weights in panels, copied in bulk, become f16 or bf16 in
 registers.
 
-Which tile of the product is taken, and which tiles are cut, is chosen by what it costs (`nanoseconds`): tokens that do
-not exist, multiprocessors without work, what L2 gives, and sums that blocks leave to each other
-(kernels/portable/handover.h).
+out is float32, or of 16 bits as the activations are. Which tile of the product is taken, and which tiles are cut, is
+chosen by what it costs (`nanoseconds`): tokens that do not exist, multiprocessors without work, what L2 gives, and sums
+that blocks leave to each other (kernels/portable/handover.h).
 
 There is no simulated form of these instructions; who takes which steps is checked in the simulator, and the arithmetic
 by the designs on mma.sync.
@@ -20,9 +20,8 @@ from kernelbook.packing import CHUNK_BYTES, CODE_BITS, COLUMNS, ROWS
 
 STEP = 64  # columns of x in a stage
 BAND = 64  # rows of w of one product
-SHARED = 227 << 10  # bytes of shared memory that a block may have
+SHARED, HALF_SHARED = 227 << 10, 113 << 10  # bytes of shared memory that a block may have, and each of two
 ALIGN = 1024  # of stages of x
-AHEAD = 2  # groups of 32 columns that become weights at a time
 MOST_COLUMNS_AHEAD = 2048  # of x that are copied ahead: more hide nothing
 INT32_MAX = 2**31 - 1
 
@@ -33,7 +32,8 @@ class Form:
 
     tokens: of x. groups: warpgroups that multiply. bands: of 64 rows of w, that each of them has. cluster: blocks that
     share activations, of neighbouring tiles. chunks: of a panel in one copy, of int4; of int8 half as many, but one.
-    parts: so many warpgroups have the same rows, and columns in turns.
+    parts: so many warpgroups have the same rows, and columns in turns. room: for two blocks on a multiprocessor, so
+    that those of the next launch bring weights while this one ends.
     """
 
     tokens: int
@@ -42,6 +42,7 @@ class Form:
     cluster: int = 1
     chunks: int = 1
     parts: int = 1
+    room: bool = False
 
     @property
     def rows(self) -> int:
@@ -67,30 +68,35 @@ class Form:
     def stages(self, precision: str) -> tuple[int, int]:
         """Stages of x, of 64 columns, and of w that shared memory holds, for about as many columns of either."""
         x, w = self.stage_bytes(precision)
-        room = SHARED - ALIGN - 2 * ALIGN - self._of_parts  # barriers, and to align it all
+        aside = ALIGN + 2 * ALIGN + self._of_parts  # to align it all, barriers
+        free = (HALF_SHARED if self.room else SHARED) - aside
         of_x = COLUMNS // STEP * self.chunks_of(precision)  # stages of x for one of w
+        less = of_x if self.room else 1  # x, which L2 has, comes sooner than w
         most = MOST_COLUMNS_AHEAD // STEP
-        of_w = next(count for count in range(room // w, 0, -1)
-                    if count * w + min(of_x * count - 1, most) * x <= room)
-        return min((room - of_w * w) // x, of_x * of_w + 2, most), of_w
+        of_w = next(count for count in range(free // w, 0, -1)
+                    if count * w + min(of_x * count - less, most) * x <= free)
+        return min((free - of_w * w) // x, of_x * of_w + 2, most), of_w
 
     def shared(self, precision: str) -> int:
         """Bytes of dynamic shared memory, as struct Block of 7_packed_wgmma.cu has them, and what aligns it."""
         (x, w), (of_x, of_w) = self.stage_bytes(precision), self.stages(precision)
         return math.ceil((of_x * x + of_w * w + self._of_parts + 16 * (of_x + of_w)) / ALIGN) * ALIGN + ALIGN
 
-    def source(self, precision: str, bf16: bool, bf16_out: bool = False) -> Source:
+    def source(self, precision: str, bf16: bool, narrow: bool = False) -> Source:
         of_x, of_w = self.stages(precision)
         return Source("prefill_gemm/7_packed_wgmma.cu", {
             "CODE_BITS": CODE_BITS[precision], "BF16": bf16, "GROUPS": self.groups, "PARTS": self.parts,
             "BANDS": self.bands, "TILE_TOKENS": self.tokens, "X_STAGES": of_x, "W_STAGES": of_w,
-            "W_CHUNKS": self.chunks_of(precision), "CLUSTER": self.cluster, "AHEAD": AHEAD,
-            "BF16_OUT": bf16_out})
+            "W_CHUNKS": self.chunks_of(precision), "CLUSTER": self.cluster, "ROOM": self.room,
+            "NARROW_OUT": narrow})
 
 
-FORMS = (Form(8, 4, chunks=2), Form(8, 2, chunks=4), Form(16, 4, chunks=2), Form(16, 2, chunks=4),
-         Form(32, 4, chunks=2), Form(32, 2, chunks=2), Form(64, 4, cluster=2), Form(64, 2, cluster=2),
-         Form(96, 2, cluster=2), Form(128, 2, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2))
+FORMS = (Form(8, 4, bands=2, chunks=2, parts=4), Form(16, 4), Form(16, 4, chunks=2, parts=4),
+         Form(16, 4, bands=2, chunks=2, parts=4), Form(32, 4), Form(32, 4, chunks=2, parts=4),
+         Form(64, 4, cluster=2, parts=2), Form(96, 2, cluster=2), Form(128, 2, cluster=2), Form(176, 2, cluster=2),
+         Form(256, 2, cluster=2),
+         Form(8, 2, bands=2, room=True), Form(8, 2, bands=2, chunks=2, parts=2, room=True),
+         Form(16, 2, bands=2, room=True), Form(32, 2, bands=2, room=True), Form(64, 2, cluster=2, parts=2, room=True))
 
 
 # ---------------------------------------------------------------- which form, and how its tiles are cut
@@ -126,13 +132,13 @@ class Plan:
         return self.blocks * self.form.rows * self.form.tokens if self.cut_steps else 0
 
 
-# Nanoseconds on an H200, and bytes in one, as far as plans are to be compared.
-OF_A_LAUNCH = 4500
-OF_A_CLOCK, TOKENS_MORE = 0.7, 28  # of the tensor cores, as power lets them be; what instructions take beside
-OF_A_ROW, OF_A_CHUNK = 2.0, 350  # to make weights of a chunk: by a row of it, and at least
-OF_A_COPY = 20  # of a panel
-L2_BYTES, MEMORY_BYTES = 49, 3700  # to one multiprocessor, and to all
-SUMS_BYTES, OF_A_GIFT, OF_A_WAIT = 60, 1500, 1500  # sums left or written; a gift; more where it is not there before
+# Nanoseconds on an H200, and bytes in one, as far as plans are to be compared; launches overlap.
+OF_A_LAUNCH, ROOM_SAVES = 1500, 1000  # to begin and to end; where blocks of the next launch have room meanwhile
+OF_A_CLOCK = 0.5  # of the tensor cores, as power lets them be
+TOKENS_MORE = 60  # that a product takes: to make its weights, and to read them from registers
+L2_BYTES, MEMORY_BYTES = 44, 4150  # to one multiprocessor, and to all
+SUMS_BYTES, OF_PARTS = 67, 500  # sums left or written; to add up those of parts
+OF_A_GIFT, OF_A_GIVER = 1200, 300  # sums that are left, and each time that some are taken
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
 
@@ -155,19 +161,19 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
 def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     """What a plan takes, roughly."""
     form = plan.form
-    panels, sums = form.rows // ROWS, 4 * form.rows * form.tokens / SUMS_BYTES
-    x, w = 2 * COLUMNS * form.tokens, panels * CHUNK_BYTES[precision]
-    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, form.rows * OF_A_ROW, OF_A_CHUNK,
-               panels * OF_A_COPY / form.chunks_of(precision), (x / form.cluster + w) / L2_BYTES)
+    sums = 4 * form.rows * form.tokens / SUMS_BYTES
+    x, w = 2 * COLUMNS * form.tokens, form.rows // ROWS * CHUNK_BYTES[precision]
+    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, (x / form.cluster + w) / L2_BYTES)
     read = n / ROWS * plan.steps * CHUNK_BYTES[precision]
     if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
         read += plan.cut_steps * x
-    given = 0
+    works, given = plan.whole, 0
     if plan.cut_steps:
-        of_tile = plan.ranges * plan.steps / plan.cut_steps  # ranges that have a part of one
-        given = sums + math.ceil(of_tile) * sums + OF_A_GIFT + (OF_A_WAIT if of_tile > 1 else 0)
+        givers = math.ceil(plan.ranges * plan.steps / plan.cut_steps)  # ranges that have a part of a tile
+        works, given = works + 2, sums + OF_A_GIFT + givers * (sums + OF_A_GIVER)
     written = math.ceil(plan.tiles / plan.ranges) * sums
-    return OF_A_LAUNCH + max(plan.steps_of_range * step, read / MEMORY_BYTES) + given + written
+    return (OF_A_LAUNCH - form.room * ROOM_SAVES + max(plan.steps_of_range * step, read / MEMORY_BYTES)
+            + given + written + (works * OF_PARTS if form.parts > 1 else 0))
 
 
 # ---------------------------------------------------------------- the designs
@@ -175,8 +181,9 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
 @dataclass(frozen=True)
 class WgmmaDesign:
     """name: in `packed_gemm.DESIGNS`. activations: "float16" or "bfloat16", what x is on the device. bound: on the
-    relative Frobenius error against float64 on the codes and the float32 activations. precisions: of the codes.
-    max_rows: none. forms: from which the shape chooses."""
+    relative Frobenius error against float64 on the codes and the float32 activations, for out of either dtype: f16
+    rounds by up to 2^-11, bf16 by 2^-8 of a number. precisions: of the codes. max_rows: none. forms: from which the
+    shape chooses."""
 
     name: str
     activations: str
@@ -186,12 +193,20 @@ class WgmmaDesign:
     max_rows = None
     overlaps = True
 
-    def source(self, precision: str, form: Form, bf16_out: bool = False) -> Source:
-        return form.source(precision, self.activations == "bfloat16", bf16_out)
+    @property
+    def narrow(self) -> str:
+        """What out may be on the device beside float32: "float16" or "bfloat16". f16 ends at 65504; what is beyond
+        becomes infinite."""
+        return self.activations
+
+    def source(self, precision: str, form: Form, narrow: bool = False) -> Source:
+        """narrow: out is of 16 bits."""
+        return form.source(precision, self.activations == "bfloat16", narrow)
 
     def sources(self) -> list[Source]:
-        """Every form that writes float32, for static evidence."""
-        return [self.source(precision, form) for precision in self.precisions for form in self.forms]
+        """Every form, for static evidence."""
+        return [self.source(precision, form, narrow)
+                for precision in self.precisions for form in self.forms for narrow in (False, True)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
@@ -203,35 +218,37 @@ class WgmmaDesign:
             return f"it takes K a multiple of 8, not {weights.k}: bulk copies of x have rows of whole 16 bytes"
         return None
 
-    def plan(self, backend: Backend, weights, m: int) -> Plan:
-        """The cheapest for `m` rows, at least one."""
+    def plan(self, backend: Backend, weights, m: int, overlap=False) -> Plan:
+        """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other."""
         shape = m, weights.n, weights.k
-        return min(plans(*shape, backend.multiprocessors, self.forms),
+        forms = [form for form in self.forms if overlap or not form.room]
+        return min(plans(*shape, backend.multiprocessors, forms),
                    key=lambda plan: nanoseconds(plan, *shape, weights.precision))
 
     def prepare(self, backend: Backend, weights, data, x, out, overlap=False, sums=None) -> Callable:
         """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`.
 
         weights: their n, k and precision. data: the panels on the device, uint8 at a multiple of 16 bytes. x: [M, K] on
-        the device, float16, or bits of bfloat16 as uint16, at a multiple of 16 bytes. out: float32 [M, N], or uint16
-        for bits of bfloat16. sums: float32, as many as the plan's scratch has, at a multiple of 16 bytes, which calls
-        that run one after the other can share; made where it is not given. overlap: see
-        `PackedGemm.prepare`. All checked by the caller. Raises BackendUnavailable where the driver has no tensor maps.
+        the device, float16, or bits of bfloat16 as uint16, at a multiple of 16 bytes. out: [M, N], float32 or as x, at
+        a multiple of 16 bytes. sums: float32, as many as the plan's scratch has, at a multiple of 16 bytes, which calls
+        that run one after the other can share; made where it is not given. overlap: see `PackedGemm.prepare`. All
+        checked by the caller. Raises BackendUnavailable where the driver has no tensor maps.
         """
         m = len(x)
         if m == 0:
             return lambda: out
-        return self.launch(backend, weights, data, x, out, self.plan(backend, weights, m), sums, overlap)
+        return self.launch(backend, weights, data, x, out, self.plan(backend, weights, m, overlap), sums, overlap)
 
     def launch(self, backend: Backend, weights, data, x, out, plan: Plan, sums=None, overlap=False) -> Callable:
         """`prepare` for a plan of the caller's, which must be one of `plans` of this shape; M is at least 1."""
         m, n, k, form = len(x), weights.n, weights.k, plan.form
-        source = self.source(weights.precision, form, bf16_out=out.dtype == np.uint16)
+        source = self.source(weights.precision, form, narrow=out.dtype != np.float32)
         kernel = backend.compile(source).kernel("packed_wgmma")
         boxes = backend.tensor_map(x, (form.tokens // form.cluster, STEP))
         if sums is None:
             sums = backend.empty(max(plan.scratch, 4), np.float32)
-        there = backend.array(np.zeros(plan.blocks * form.groups, np.int32))  # left as they are found
+        warps = plan.blocks * form.rows // BAND // form.bands * 4  # that have rows of their own
+        there = backend.array(np.zeros(warps, np.int32))  # left as they are found
         args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole))]
         block, size = (32, form.threads // 32, 1), form.shared(weights.precision)
 

@@ -38,9 +38,8 @@ _PACK = Source("prefill_gemm/8_panels_of_tiles.cu")
 
 
 def sources() -> list[Source]:
-    """The kernel that packs, and every form of the product that writes bf16, for static evidence; `packed_gemm` has
-    those that write float32."""
-    return [_PACK, *(_DESIGN.source(PRECISION, form, bf16_out=True) for form in _DESIGN.forms)]
+    """The kernel that packs, for static evidence; `packed_gemm` has every form of the product."""
+    return [_PACK]
 
 
 def product_sources() -> list[Source]:
