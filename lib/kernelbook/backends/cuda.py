@@ -14,7 +14,7 @@ from kernelbook.backends.source import BackendUnavailable, Source
 
 DEFAULT_SHARED = 48 << 10
 """Bytes of dynamic shared memory that a kernel may have without being told so before its launch."""
-MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
+MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9  # of CUfunction_attribute in cuda.h
 
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64  # of CUtensorMap in cuda.h; below, values of its enumerations
 TENSOR_MAP_TYPES = {"uint8": 0, "uint16": 1, "float16": 6, "float32": 7}
@@ -237,6 +237,7 @@ class CudaKernel(CupyKernel):
         self._array, self._stream = cupy.ndarray, cupy.cuda.get_current_stream
         self._allowed_shared = DEFAULT_SHARED
         self._overlaps = int(module.backend.arch.rstrip("a")) >= 90
+        self._has_carveout = False
 
     def _allow(self, shared: int):
         if shared > self._allowed_shared:
@@ -247,6 +248,9 @@ class CudaKernel(CupyKernel):
         """By cuLaunchKernelEx, as CuPy launches without attributes."""
         if not self._overlaps:
             return super()._launch_overlapping(grid, block, args, shared)
+        if not self._has_carveout:  # all shared memory there is, so that there is room for blocks of two launches
+            self._set_attribute(self._function.ptr, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+            self._has_carveout = True
         held = [np.asarray(value.data.ptr if isinstance(value, self._array) else value) for value in args]
         parameters = (ctypes.c_void_p * len(held))(*(value.ctypes.data for value in held))
         attribute = _LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
