@@ -248,7 +248,7 @@ class CudaKernel(CupyKernel):
         """By cuLaunchKernelEx, as CuPy launches without attributes."""
         if not self._overlaps:
             return super()._launch_overlapping(grid, block, args, shared)
-        if not self._has_carveout:  # all shared memory there is, so that there is room for blocks of two launches
+        if shared > DEFAULT_SHARED and not self._has_carveout:  # so that there is room for blocks of two launches
             self._set_attribute(self._function.ptr, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             self._has_carveout = True
         held = [np.asarray(value.data.ptr if isinstance(value, self._array) else value) for value in args]

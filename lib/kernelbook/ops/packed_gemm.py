@@ -8,7 +8,7 @@ in what activations are on the device, where that is not float32:
     wide_loads                          kernel 4: the article's strips and float arithmetic, enough bytes in flight
     panels, panels_f16, panels_bf16     kernel 5: matrix instructions on weights in their operands' order; up to 4 rows
     ring, ring_f16, ring_bf16           kernel 6: one block a multiprocessor, weights come by themselves
-    ranges, ranges_f16, ranges_bf16     kernel 7: no warp waits for another; up to 8 rows
+    ranges, ranges_f16, ranges_bf16     kernel 7: no warp waits for another; up to 4 rows that fit into shared memory
     wgmma_f16, wgmma_bf16               many rows, on Hopper: see `packed_wgmma`
 
     PackedGemm      a weight on a device, in one of the designs
@@ -42,7 +42,7 @@ SUFFIXES = {"float32": "", "float16": "_f16", "bfloat16": "_bf16"}
 MAX_ROWS = 32
 WARPS = 8
 INT32_MAX = 2**31 - 1
-ADDERS = 3  # warps of kernel 7 that do not multiply
+ADDERS = 4  # warps of kernel 7 that do not multiply
 READ_MEANWHILE = 64 << 10  # bytes that a multiprocessor reads while blocks add up what they have of a panel, 2 us
 
 SHARED = {"80": 163, "86": 99, "87": 163, "89": 99, "90a": 227, "100": 227, "103": 227, "120": 99, "121": 99}
@@ -288,26 +288,16 @@ class RangesForm:
 
 
 @dataclass(frozen=True)
-class RangesPlan:
-    """slices: of K. blocks: of the launch, for each slice."""
-
-    form: RangesForm
-    slices: int
-    blocks: int
-
-
-@dataclass(frozen=True)
 class RangesDesign:
     """Kernel 7. activations: what x is on the device.
 
-    form: how it is compiled. slices: of K. blocks: of the launch, for all slices. None chooses by shape.
+    form: how it is compiled; None chooses by shape. blocks: of the launch; None takes one a multiprocessor, or fewer.
     """
 
     activations: str
     form: RangesForm | None = None
-    slices: int | None = None
     blocks: int | None = None
-    max_rows = 8
+    max_rows = 4
     overlaps = True
     narrow = None
 
@@ -324,39 +314,26 @@ class RangesDesign:
 
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
-        return [self.source(precision, form) for precision in packing.CODE_BITS for m in (1, 2, 4, 8)
-                for form in self._forms(precision, m)]
+        return [self.source(precision, self._form(precision, m)) for precision in packing.CODE_BITS for m in (1, 2, 4)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
-        if not (reason := _too_many(m, self.max_rows) or _no_mma(backend)):
-            try:
-                self.plan(backend, weights, m)
-            except ValueError as error:
-                return str(error)
-        return reason
-
-    def plan(self, backend: Backend, weights, m: int) -> RangesPlan:
-        """Raises ValueError where a slice of x and the rings do not fit into shared memory, and for a product of more
-        chunks than the kernel counts."""
+        if reason := _too_many(m, self.max_rows) or _no_mma(backend):
+            return reason
+        form = self.form or self._form(weights.precision, m)
         panels, chunks = math.ceil(weights.n / packing.ROWS), math.ceil(weights.k / packing.COLUMNS)
-        form, slices = self._form_and_slices(backend, weights.precision, m, chunks)
-        needed, limit = self.shared(weights.precision, form, math.ceil(chunks / slices)), shared_limit(backend)
+        needed, limit = self.shared(weights.precision, form, chunks), shared_limit(backend)
         if needed > limit:
-            raise ValueError(f"x of {m} x {weights.k} in {slices} slices of K and the rings take {needed} bytes of "
-                             f"shared memory; a block has {limit}")
-        if max(panels * form.warps, slices) * chunks > INT32_MAX:
-            raise ValueError(f"weights {weights.n} x {weights.k} have more chunks than the kernel counts")
-        if self.blocks or slices > 1:
-            blocks = max(1, (self.blocks or backend.multiprocessors) // slices)
-        else:
-            blocks = self._blocks(panels, chunks, packing.CHUNK_BYTES[weights.precision], backend.multiprocessors)
-        return RangesPlan(form, slices, min(blocks, panels * (chunks // slices)))
+            return f"x of {m} x {weights.k} and the rings take {needed} bytes of shared memory; a block has {limit}"
+        if panels * chunks * form.warps > INT32_MAX:
+            return f"weights {weights.n} x {weights.k} have more chunks than the kernel counts"
+        return None
 
-    @staticmethod
-    def _blocks(panels, chunks, chunk_bytes, multiprocessors):
+    def _blocks(self, panels, chunks, chunk_bytes, multiprocessors):
         """Of few panels, one for each, unless adding up pieces takes less time than cutting them saves; then as many as
         make equal parts, where that takes no block much longer."""
+        if self.blocks:
+            return min(self.blocks, panels * chunks)
         if panels <= multiprocessors:
             even = panels * chunks / multiprocessors
             if (chunks - even) * chunk_bytes <= READ_MEANWHILE:
@@ -364,64 +341,41 @@ class RangesDesign:
             each = multiprocessors // panels
             if math.ceil(chunks / each) <= math.ceil(even * 1.1):
                 return panels * min(each, chunks)
-        return multiprocessors
-
-    def _forms(self, precision: str, m: int) -> list[RangesForm]:
-        """Forms for `m` rows, the better first: copies of about 2 KB, the fastest on the H200, and as many warps as
-        leave two blocks the registers that each needs."""
-        rows, warps = _power(m), 12 if self.activations == "float32" and m > 1 else 11
-        return [RangesForm(rows, warps, 2 if precision == "int4" else 1, slots) for slots in (3, 2)]
-
-    def _form_and_slices(self, backend, precision, m, chunks):
-        """Slices, up to four, that let two blocks run on a multiprocessor, else as many as one block needs; of forms
-        that take equally many the better one."""
-        forms, most = [self.form] if self.form else self._forms(precision, m), shared_limit(backend)
-        for limit, enough in (((most + 1024) // 2 - 1024, 4), (most, chunks)):  # 1 KiB of each block is the system's
-            able = []
-            for form in forms:
-                room = (limit - self.shared(precision, form, 0)) // _slice_bytes(self.activations, form.rows)
-                slices = self.slices or self._slices(chunks, max(room, 1), backend.multiprocessors)
-                if math.ceil(chunks / slices) <= room and slices <= enough:
-                    able.append((form, slices))
-            if able:
-                return min(able, key=lambda choice: choice[1])
-        return forms[-1], self.slices or chunks
+        return min(multiprocessors, panels * chunks)
 
     @staticmethod
-    def _slices(chunks, room, multiprocessors):
-        """Slices of at most `room` chunks: few, or up to twice as many where that spreads the work more evenly."""
-        least = math.ceil(chunks / room)
-        return min(range(least, min(2 * least, chunks + 1)),
-                   key=lambda slices: math.ceil(chunks / slices) / max(1, multiprocessors // slices))
+    def _form(precision: str, m: int) -> RangesForm:
+        """The form for `m` rows, as measured on the H200: two slots of about 2 KB a warp are the fastest throughout."""
+        return RangesForm(_power(m), 16, 2 if precision == "int4" else 1, 2)
 
     def shared(self, precision: str, form: RangesForm, chunks: int) -> int:
-        """Bytes of dynamic shared memory, as struct Shared of 7_ranges.cu has them. chunks: of a slice of K."""
+        """Bytes of dynamic shared memory, as struct Shared of 7_ranges.cu has them. chunks: along K."""
         pieces = 4 * form.warps * 4 * packing.ROWS * form.rows
-        return (_aligned(form.slots * _slot_bytes(precision, form) + pieces, 16) + 32 * form.warps + 16
+        return (_aligned(form.slots * _slot_bytes(precision, form) + pieces + 8 * (form.warps + 1) + 4 * ADDERS, 16)
                 + chunks * _slice_bytes(self.activations, form.rows))
 
     def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
-        plan = self.plan(backend, weights, len(x))
-        form, slices, blocks = plan.form, plan.slices, plan.blocks
-        panels, chunks = math.ceil(weights.n / packing.ROWS), math.ceil(weights.k / packing.COLUMNS)
+        m, n, k = len(x), weights.n, weights.k
+        form = self.form or self._form(weights.precision, m)
+        panels, chunks = math.ceil(n / packing.ROWS), math.ceil(k / packing.COLUMNS)
+        blocks = self._blocks(panels, chunks, packing.CHUNK_BYTES[weights.precision], backend.multiprocessors)
         kernel = backend.compile(self.source(weights.precision, form)).kernel("grouped_gemm_ranges")
-        shared = self.shared(weights.precision, form, math.ceil(chunks / slices))
-        left = 3 * blocks * slices + (panels * slices if slices > 1 else 0)  # panels' sums that blocks leave each other
-        pieces, counters = _fixup(backend, left * packing.ROWS * form.rows, panels)
-        args = [data, x, out, pieces, counters, *map(np.int32, (len(x), weights.n, weights.k))]
+        shared = self.shared(weights.precision, form, chunks)
+        pieces, counters = _fixup(backend, 2 * blocks * 32 * 4, panels)
+        args = [data, x, out, pieces, counters, *map(np.int32, (m, n, k))]
 
         def launch():
-            kernel((blocks, slices, 1), (32, form.warps + ADDERS, 1), args, shared, overlap)
+            kernel((blocks, 1, 1), (32, form.warps + ADDERS, 1), args, shared, overlap)
             return out
         return launch
 
 
 # As panels.h, schedule.h and struct Together have them.
 
-def _source(file, precision, activations, form, **more):
+def _source(file, precision, activations, form):
     return Source(file, _constants(precision, activations, form.rows) | {
-        "WARPS": form.warps, "CHUNKS": form.chunks, "SLOTS": form.slots} | more)
+        "WARPS": form.warps, "CHUNKS": form.chunks, "SLOTS": form.slots})
 
 
 def _constants(precision, activations, rows):
