@@ -50,7 +50,7 @@ constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0 && GROUPS % PARTS == 0);
-// A part keeps its last stage of x until it has its next one, and a parity only tells one phase from the next.
+// A part keeps its last stage of x until it has its next one.
 static_assert(X_STAGES > kChunk / kStep * W_CHUNKS * (PARTS - 1) + 1 && W_STAGES >= PARTS);
 static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
 
@@ -82,6 +82,13 @@ template <int stages> struct Turn {
     if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
+
+// Until a stage is full. Where parts take stages in turns, the phase before is another part's, and copies come in any order:
+// so that one is waited for too, as a parity tells only one phase from the next.
+__device__ __forceinline__ void wait_full(PhaseBarrier &full, int parity) {
+  if constexpr (PARTS > 1) full.wait(parity ^ 1);
+  full.wait(parity);
+}
 
 // ---- codes to weights, two at a time ----
 
@@ -312,7 +319,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         of_stage = at % W_CHUNKS;
         if (of_stage == 0) {
           if constexpr (PARTS > 1) x_turn.set(x_before + at * (kChunk / kStep)), w_turn.set(w_before + at / W_CHUNKS);
-          block.w_full[w_turn.stage].wait(w_turn.parity);
+          wait_full(block.w_full[w_turn.stage], w_turn.parity);
         }
         const uint8_t *panel = block.w[w_turn.stage][first_panel] + of_stage * kChunkBytes;
         uint32_t scales[BANDS][4], codes[BANDS][4];
@@ -323,7 +330,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         unrolled<4 / kAhead>([&](auto turn) {
           constexpr int first_group = turn.value * kAhead;  // of 32 columns, of the chunk; two have a stage of x
           if constexpr (first_group % 2 == 0) {
-            block.x_full[x_turn.stage].wait(x_turn.parity);
+            wait_full(block.x_full[x_turn.stage], x_turn.parity);
             x_address = wgmma_address(block.x[x_turn.stage]);
           }
           uint32_t weights[BANDS][2 * kAhead][4];  // of each step of 16 columns
