@@ -91,10 +91,9 @@ class Form:
             "NARROW_OUT": narrow})
 
 
-FORMS = (Form(8, 4, bands=2, chunks=2, parts=4), Form(16, 4), Form(16, 4, chunks=2, parts=4),
-         Form(16, 4, bands=2, chunks=2, parts=4), Form(32, 4), Form(32, 4, chunks=2, parts=4),
-         Form(64, 4, cluster=2, parts=2), Form(96, 2, cluster=2), Form(128, 2, cluster=2), Form(176, 2, cluster=2),
-         Form(256, 2, cluster=2),
+FORMS = (Form(8, 4, chunks=2), Form(8, 2, chunks=4), Form(16, 4), Form(16, 2, chunks=4), Form(32, 4),
+         Form(32, 2, chunks=4), Form(64, 4, cluster=2), Form(64, 2, cluster=2), Form(96, 2, cluster=2),
+         Form(128, 2, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2),
          Form(8, 2, bands=2, room=True), Form(16, 2, bands=2, room=True), Form(32, 2, bands=2, room=True))
 
 
