@@ -24,7 +24,6 @@
 //   CODE_BITS    8 or 4
 //   BF16         1: x is bf16, 0: f16
 //   GROUPS       warpgroups of a block that multiply
-//   PARTS        so many of them have the same rows, and stages of w in turns
 //   BANDS        of 64 rows of w, that each of them has
 //   TILE_TOKENS  rows of x in a tile of the product: 8, 16, 32, 48, 64, 96, 128, 176 or 256
 //   X_STAGES     steps of 64 columns of x in shared memory
@@ -39,9 +38,8 @@
 #if GPU_HAS_WGMMA
 
 constexpr int kMultiplying = 128 * GROUPS, kThreads = kMultiplying + 128;
-constexpr int kPlaces = GROUPS / PARTS;                          // groups with rows of their own
 constexpr int kPanelRows = 16, kChunk = 128, kScaleBytes = 128;  // as kernelbook/packing.py has them
-constexpr int kPanels = 4 * BANDS * kPlaces;                     // of a tile: one for each warp and band
+constexpr int kPanels = 4 * BANDS * GROUPS;                     // of a tile: one for each warp and band
 constexpr int kRows = kPanelRows * kPanels;
 constexpr int kCodeBytes = kPanelRows * kChunk * CODE_BITS / 8, kChunkBytes = kCodeBytes + kScaleBytes;
 constexpr int kStep = 64;               // columns of x in a stage: 128 bytes, what a swizzle spans
@@ -49,15 +47,13 @@ constexpr int kWidth = 2 * kStep;       // bytes
 constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
-static_assert(kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0 && GROUPS % PARTS == 0);
-// A part keeps its last stage of x until it has its next one.
-static_assert(X_STAGES > kChunk / kStep * W_CHUNKS * (PARTS - 1) + 1 && W_STAGES >= PARTS);
+static_assert(kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
 
 // A block takes a multiprocessor, or with ROOM half of it, so that blocks of the next launch may bring weights meanwhile.
 // Registers of a thread are counted in eights: what the threads that multiply take, those that copy must have given.
 constexpr int kBlocks = 1 + ROOM, kLaunched = 65536 / kBlocks / kThreads / 8 * 8;
-constexpr int kCopyRegisters = ROOM && BANDS * (kSums + 16) < 64 ? 40 : 32;
+constexpr int kCopyRegisters = GROUPS < 3 && (!ROOM || BANDS * (kSums + 16) < 64) ? 40 : 32;
 constexpr int kMultiplyRegisters = (kLaunched * (GROUPS + 1) - kCopyRegisters) / GROUPS / 8 * 8;
 // Groups of 32 columns that become weights at a time: two, if there are registers for all sums, for weights that are being
 // made and for those being multiplied.
@@ -66,9 +62,6 @@ constexpr int kAhead = BANDS * (kSums + 32) + 36 <= kMultiplyRegisters ? 2 : 1;
 struct Block {
   alignas(1024) uint16_t x[X_STAGES][TILE_TOKENS][kStep];
   alignas(128) uint8_t w[W_STAGES][kPanels][W_CHUNKS * kChunkBytes];
-#if PARTS > 1
-  float4 of_parts[PARTS - 1][kPlaces][BANDS * kSums / 4][128];
-#endif
   PhaseBarrier x_full[X_STAGES], x_empty[X_STAGES], w_full[W_STAGES], w_empty[W_STAGES];
 };
 static_assert(sizeof(Block) + 1024 <= (ROOM ? 113 : 227) << 10, "of 228 KB a block has 1 KB, and 1 KB aligns it");
@@ -77,18 +70,10 @@ static_assert(sizeof(Block) + 1024 <= (ROOM ? 113 : 227) << 10, "of 228 KB a blo
 // that phase counts as ended.
 template <int stages> struct Turn {
   int stage = 0, parity = 0;
-  __device__ __forceinline__ void set(int turns) { stage = turns % stages, parity = turns / stages & 1; }
   __device__ __forceinline__ void next() {
     if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
-
-// Until a stage is full. Where parts take stages in turns, the phase before is another part's, and copies come in any order:
-// so that one is waited for too, as a parity tells only one phase from the next.
-__device__ __forceinline__ void wait_full(PhaseBarrier &full, int parity) {
-  if constexpr (PARTS > 1) full.wait(parity ^ 1);
-  full.wait(parity);
-}
 
 // ---- codes to weights, two at a time ----
 
@@ -143,31 +128,6 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], const uint32_t (&
   if constexpr (BF16) wgmma_bf16(sums, weights, x);
   else wgmma_f16(sums, weights, x);
 }
-
-#if PARTS > 1
-// Makes `own` the sum over all parts, in order, and returns true in the first; in others returns false.
-__device__ __forceinline__ bool gather_parts(float (&own)[BANDS * kSums], Block &block, int part, int place, int lane) {
-  const auto barrier = [&] { group_barrier<128 * PARTS>(1 + GROUPS + place); };
-  if (part > 0) {
-    unrolled<BANDS * kSums / 4>([&](auto i) {
-      const float *four = own + 4 * i.value;
-      block.of_parts[part - 1][place][i.value][lane] = make_float4(four[0], four[1], four[2], four[3]);
-    });
-  }
-  barrier();
-  if (part == 0) {
-    unrolled<PARTS - 1>([&](auto other) {
-      unrolled<BANDS * kSums / 4>([&](auto i) {
-        const float4 four = block.of_parts[other.value][place][i.value][lane];
-        float *to = own + 4 * i.value;
-        to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
-      });
-    });
-  }
-  barrier();  // read
-  return part == 0;
-}
-#endif
 
 #if NARROW_OUT
 using Out = uint16_t;
@@ -245,9 +205,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   if (warp == 4 * GROUPS && lane == 0) prefetch_map(x);
   if (warp == 0 && lane == 0) {
     for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
-    for (PhaseBarrier &barrier : block.x_empty) barrier.init(4 * kPlaces * CLUSTER);  // the other block's warps, too
+    for (PhaseBarrier &barrier : block.x_empty) barrier.init(4 * GROUPS * CLUSTER);  // the other block's warps, too
     for (PhaseBarrier &barrier : block.w_full) barrier.init(kCopying);
-    for (PhaseBarrier &barrier : block.w_empty) barrier.init(4 * kPlaces);
+    for (PhaseBarrier &barrier : block.w_empty) barrier.init(4 * GROUPS);
     publish_barriers();
   }
   if constexpr (CLUSTER > 1) cluster_barrier();
@@ -295,8 +255,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     }
   } else {
     take_registers<kMultiplyRegisters>();
-    const int group = warp / 4, part = group / kPlaces, place = group % kPlaces;
-    const int first_panel = place * BANDS * 4 + warp % 4;  // of band b: 4 b further
+    const int first_panel = warp / 4 * BANDS * 4 + warp % 4;  // of band b: 4 b further
     const auto release_x = [&](int stage) {
       if constexpr (CLUSTER == 1) {
         if (lane == 0) block.x_empty[stage].arrive();
@@ -308,19 +267,14 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     Turn<X_STAGES> x_turn;
     Turn<W_STAGES> w_turn;
 
-    int x_before = 0, w_before = 0;  // stages of what came before, where a part has to know
     while (range.next(work)) {
       const int count = work.end - work.first;
       float sums[BANDS][kSums] = {};
       int before = 0;  // the stage of x of the step before
-      int of_stage;
 #pragma unroll 1
-      for (int at = part * W_CHUNKS; at < count; at += of_stage == W_CHUNKS - 1 ? 1 + (PARTS - 1) * W_CHUNKS : 1) {
-        of_stage = at % W_CHUNKS;
-        if (of_stage == 0) {
-          if constexpr (PARTS > 1) x_turn.set(x_before + at * (kChunk / kStep)), w_turn.set(w_before + at / W_CHUNKS);
-          wait_full(block.w_full[w_turn.stage], w_turn.parity);
-        }
+      for (int at = 0; at < count; ++at) {
+        const int of_stage = at % W_CHUNKS;
+        if (of_stage == 0) block.w_full[w_turn.stage].wait(w_turn.parity);
         const uint8_t *panel = block.w[w_turn.stage][first_panel] + of_stage * kChunkBytes;
         uint32_t scales[BANDS][4], codes[BANDS][4];
         unrolled<BANDS>([&](auto b) {
@@ -330,7 +284,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         unrolled<4 / kAhead>([&](auto turn) {
           constexpr int first_group = turn.value * kAhead;  // of 32 columns, of the chunk; two have a stage of x
           if constexpr (first_group % 2 == 0) {
-            wait_full(block.x_full[x_turn.stage], x_turn.parity);
+            block.x_full[x_turn.stage].wait(x_turn.parity);
             x_address = wgmma_address(block.x[x_turn.stage]);
           }
           uint32_t weights[BANDS][2 * kAhead][4];  // of each step of 16 columns
@@ -362,25 +316,21 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
           }
           wgmma_wait<1>();  // the products before these are done
           if constexpr (first_group % 2 == 0) {
-            if (first_group > 0 || at > part * W_CHUNKS) release_x(before);
+            if (first_group > 0 || at > 0) release_x(before);
             before = x_turn.stage;
           }
           if constexpr ((first_group + kAhead) % 2 == 0) x_turn.next();
         });
       }
       wgmma_wait<0>();
-      if (PARTS == 1 || part * W_CHUNKS < count) release_x(before);
+      release_x(before);
       unrolled<BANDS>([&](auto b) { wgmma_arrived(sums[b.value]); });
 
       using Sums = float[BANDS * kSums];
       Sums &all = reinterpret_cast<Sums &>(sums);
-#if PARTS > 1
-      x_before += count * (kChunk / kStep), w_before += (count + W_CHUNKS - 1) / W_CHUNKS;
-      if (!gather_parts(all, block, part, place, warp % 4 * 32 + lane)) continue;
-#endif
       // Warps with rows of their own: none waits for another of its block.
-      const Handover<BANDS * kSums, CLUSTER * kPlaces * 4> handover{sums_left, there};
-      const int of_cluster = (rank * kPlaces + place) * 4 + warp % 4;
+      const Handover<BANDS * kSums, CLUSTER * GROUPS * 4> handover{sums_left, there};
+      const int of_cluster = rank * GROUPS * 4 + warp;
       if (range.is_given(work)) {
         handover.give(all, range.range, of_cluster, lane);
         continue;

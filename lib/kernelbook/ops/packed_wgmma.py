@@ -32,8 +32,7 @@ class Form:
 
     tokens: of x. groups: warpgroups that multiply. bands: of 64 rows of w, that each of them has. cluster: blocks that
     share activations, of neighbouring tiles. chunks: of a panel in one copy, of int4; of int8 half as many, but one.
-    parts: so many warpgroups have the same rows, and columns in turns. room: for two blocks on a multiprocessor, so
-    that those of the next launch bring weights while this one ends.
+    room: for two blocks on a multiprocessor, so that those of the next launch bring weights while this one ends.
     """
 
     tokens: int
@@ -41,13 +40,12 @@ class Form:
     bands: int = 1
     cluster: int = 1
     chunks: int = 1
-    parts: int = 1
     room: bool = False
 
     @property
     def rows(self) -> int:
         """Of w."""
-        return BAND * self.bands * self.groups // self.parts
+        return BAND * self.bands * self.groups
 
     @property
     def threads(self) -> int:
@@ -61,15 +59,10 @@ class Form:
         """Of a stage of x and one of w."""
         return 2 * STEP * self.tokens, self.rows // ROWS * CHUNK_BYTES[precision] * self.chunks_of(precision)
 
-    @property
-    def _of_parts(self):
-        return 4 * self.tokens * self.rows * (self.parts - 1)
-
     def stages(self, precision: str) -> tuple[int, int]:
         """Stages of x, of 64 columns, and of w that shared memory holds, for about as many columns of either."""
         x, w = self.stage_bytes(precision)
-        aside = ALIGN + 2 * ALIGN + self._of_parts  # to align it all, barriers
-        free = (HALF_SHARED if self.room else SHARED) - aside
+        free = (HALF_SHARED if self.room else SHARED) - ALIGN - 2 * ALIGN  # to align it all, barriers
         of_x = COLUMNS // STEP * self.chunks_of(precision)  # stages of x for one of w
         less = of_x if self.room else 1  # x, which L2 has, comes sooner than w
         most = MOST_COLUMNS_AHEAD // STEP
@@ -80,12 +73,12 @@ class Form:
     def shared(self, precision: str) -> int:
         """Bytes of dynamic shared memory, as struct Block of 7_packed_wgmma.cu has them, and what aligns it."""
         (x, w), (of_x, of_w) = self.stage_bytes(precision), self.stages(precision)
-        return math.ceil((of_x * x + of_w * w + self._of_parts + 16 * (of_x + of_w)) / ALIGN) * ALIGN + ALIGN
+        return math.ceil((of_x * x + of_w * w + 16 * (of_x + of_w)) / ALIGN) * ALIGN + ALIGN
 
     def source(self, precision: str, bf16: bool, narrow: bool = False) -> Source:
         of_x, of_w = self.stages(precision)
         return Source("prefill_gemm/7_packed_wgmma.cu", {
-            "CODE_BITS": CODE_BITS[precision], "BF16": bf16, "GROUPS": self.groups, "PARTS": self.parts,
+            "CODE_BITS": CODE_BITS[precision], "BF16": bf16, "GROUPS": self.groups,
             "BANDS": self.bands, "TILE_TOKENS": self.tokens, "X_STAGES": of_x, "W_STAGES": of_w,
             "W_CHUNKS": self.chunks_of(precision), "CLUSTER": self.cluster, "ROOM": self.room,
             "NARROW_OUT": narrow})
@@ -134,9 +127,10 @@ class Plan:
 OF_A_LAUNCH, ROOM_SAVES = 1500, 1000  # to begin and to end; where blocks of the next launch have room meanwhile
 OF_A_CLOCK = 0.5  # of the tensor cores, as power lets them be
 TOKENS_MORE = 60  # that a product takes: to make its weights, and to read them from registers
+OF_A_CHUNK, OF_A_ROW = 210, 2.34  # at least: what waits for what, and instructions, of a chunk and of a row of it
 L2_BYTES, MEMORY_BYTES = 44, 4150  # to one multiprocessor, and to all
-SUMS_BYTES, OF_PARTS = 67, 500  # sums left or written; to add up those of parts
-OF_A_GIFT, OF_A_GIVER = 1200, 300  # sums that are left, and each time that some are taken
+SUMS_BYTES = 67  # sums left or written
+OF_A_GIFT, OF_A_GIVER = 900, 100  # sums that are left, and each time that some are taken
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
 
@@ -161,17 +155,18 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     form = plan.form
     sums = 4 * form.rows * form.tokens / SUMS_BYTES
     x, w = 2 * COLUMNS * form.tokens, form.rows // ROWS * CHUNK_BYTES[precision]
-    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, (x / form.cluster + w) / L2_BYTES)
+    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, OF_A_CHUNK + form.rows * OF_A_ROW,
+               (x / form.cluster + w) / L2_BYTES)
     read = n / ROWS * plan.steps * CHUNK_BYTES[precision]
     if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
         read += plan.cut_steps * x
-    works, given = plan.whole, 0
+    given = 0
     if plan.cut_steps:
         givers = math.ceil(plan.ranges * plan.steps / plan.cut_steps)  # ranges that have a part of a tile
-        works, given = works + 2, sums + OF_A_GIFT + givers * (sums + OF_A_GIVER)
+        given = sums + OF_A_GIFT + givers * (sums + OF_A_GIVER)
     written = math.ceil(plan.tiles / plan.ranges) * sums
     return (OF_A_LAUNCH - form.room * ROOM_SAVES + max(plan.steps_of_range * step, read / MEMORY_BYTES)
-            + given + written + (works * OF_PARTS if form.parts > 1 else 0))
+            + given + written)
 
 
 # ---------------------------------------------------------------- the designs
@@ -245,7 +240,7 @@ class WgmmaDesign:
         boxes = backend.tensor_map(x, (form.tokens // form.cluster, STEP))
         if sums is None:
             sums = backend.empty(max(plan.scratch, 4), np.float32)
-        warps = plan.blocks * form.rows // BAND // form.bands * 4  # that have rows of their own
+        warps = 4 * plan.blocks * form.groups  # that multiply
         there = backend.array(np.zeros(warps, np.int32))  # left as they are found
         args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole))]
         block, size = (32, form.threads // 32, 1), form.shared(weights.precision)
