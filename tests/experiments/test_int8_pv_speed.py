@@ -526,3 +526,21 @@ def test_what_peers_get_is_what_the_cache_stands_for(lab):
         exact = op.on_host(lab.backend, cache).dequantize(sequence)
         for x, expected in ((k, exact[0]), (v, exact[1])):
             assert x.dtype == np.float32 and np.allclose(x[sequence], expected, rtol=1e-6)
+
+
+def test_pages_of_every_size_are_timed(timed, pace):
+    table = study.page_sizes(timed, (1, 4, 2, 64), 90, (16, 32), queries=20)
+    assert [row["tokens a page"] for row in table] == [16, 32]
+    assert all({"2_decode_int8", "3_prefill_int8"} <= row.keys() for row in table)
+    cases = {(e["case"]["block_size"], e["case"]["queries"]) for e in timed.record.measurements
+             if e["case"].get("experiment") == "pages"}
+    assert cases == {(16, 1), (16, 20), (32, 1), (32, 20)}
+
+
+def test_a_page_holds_what_the_shape_says(lab):
+    cache = study.random_cache(lab, study.Shape(1, 4, 2, 64, 90, block_size=32))
+    assert cache.k_codes.shape == (3, 2, 32, 64) and cache.v_codes.shape == (3, 2, 64, 32)
+
+
+def test_pages_are_not_timed_on_the_simulator(lab):
+    assert study.page_sizes(lab) == []

@@ -22,6 +22,9 @@ from kernelbook.peers import attention as attention_peers
 
 KERNEL = "int8_pv"
 BLOCK_SIZE = 16
+"""Tokens of a page of our caches."""
+PEER_BLOCK_SIZE = 64
+"""The same beside peers, whose caches are contiguous."""
 BOUND = 0.05
 """Relative Frobenius against float64 attention that a kernel on INT8 queries and weights must stay within: right forms
 are at 0.005 to 0.03 on random values, the wrong ones from 0.4."""
@@ -52,7 +55,7 @@ ONE_BIT = 0.75
 @dataclass(frozen=True)
 class Shape:
     """Sizes of one attention call. A decode's query is the last token of its history, the queries of a prefill follow
-    theirs. Raises ValueError for sizes that no kernel takes."""
+    theirs. block_size: tokens of a page of our cache. Raises ValueError for sizes that no kernel takes."""
 
     batch: int
     heads: int
@@ -60,13 +63,14 @@ class Shape:
     head_dim: int
     history: int
     queries: int = 1
+    block_size: int = BLOCK_SIZE
 
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{f.name} = {value!r}; expected an integer from 1")
-        kv_cache.check_geometry(self.kv_heads, self.head_dim, BLOCK_SIZE)
+        kv_cache.check_geometry(self.kv_heads, self.head_dim, self.block_size)
         if self.heads % self.kv_heads:
             raise ValueError(f"heads = {self.heads}; expected a multiple of kv_heads = {self.kv_heads}")
 
@@ -140,23 +144,25 @@ def _random_words(lab: Lab, count: int, seed: int):
 def random_cache(lab: Lab, shape: Shape) -> PagedCache:
     """A cache on the device: uniform codes, scales that differ by a factor of up to 3 and give K and V a variance of
     about 1, pages in a random order. The same for the same seed of the lab and the same shape."""
-    blocks = -(-shape.length // BLOCK_SIZE)
+    block_size = shape.block_size
+    blocks = -(-shape.length // block_size)
     pages, rng = shape.batch * blocks, lab.rng(20, *shape.case.values())
 
     def codes(*rest):
-        size = pages * shape.kv_heads * BLOCK_SIZE * shape.head_dim
+        size = pages * shape.kv_heads * block_size * shape.head_dim
         found = _random_words(lab, size // 4, rng.integers(2**32)).view(np.int8)
         found.clip(-kv_cache.LARGEST_CODE, kv_cache.LARGEST_CODE, out=found)
         return found.reshape(pages, shape.kv_heads, *rest)
 
     def scales():
-        words = _random_words(lab, pages * shape.kv_heads * BLOCK_SIZE, rng.integers(2**32))
+        words = _random_words(lab, pages * shape.kv_heads * block_size, rng.integers(2**32))
         uniform = words.astype(np.float32) * np.float32(2.0**-32)
         deviation = np.float32(kv_cache.LARGEST_CODE / 3**0.5)
-        return lab.backend.array(((uniform + np.float32(0.5)) / deviation).reshape(pages, shape.kv_heads, BLOCK_SIZE))
+        return lab.backend.array(((uniform + np.float32(0.5)) / deviation).reshape(pages, shape.kv_heads, block_size))
 
     tables = rng.permutation(pages).reshape(shape.batch, blocks).astype(np.int32)
-    return PagedCache(codes(BLOCK_SIZE, shape.head_dim), scales(), codes(shape.head_dim, BLOCK_SIZE), scales(),
+    k, v = codes(block_size, shape.head_dim), codes(shape.head_dim, block_size)
+    return PagedCache(k, scales(), v, scales(),
                       lab.backend.array(tables), lab.backend.array(np.full(shape.batch, shape.length, np.int32)))
 
 
@@ -361,8 +367,8 @@ def _accuracy(lab: Lab, experiment: str, forms: dict[str, Form], size: Sequence[
                     for _ in range(2))
     for v in values:
         v *= np.exp2(rng.standard_normal((*v.shape[:2], 1), np.float32))
-    blocks = -(-shape.history // BLOCK_SIZE)
-    cache = kv_cache.quantize(keys, values, BLOCK_SIZE,
+    blocks = -(-shape.history // shape.block_size)
+    cache = kv_cache.quantize(keys, values, shape.block_size,
                               rng.permutation(shape.batch * blocks).reshape(shape.batch, blocks))
     q = rng.standard_normal(shape.q_shape, np.float32)
     codes, scales = kv_cache.quantize_vectors(q)
@@ -798,14 +804,15 @@ def beside_peers(lab: Lab, decode_settings: Sequence[Sequence[int]] = PEER_SETTI
                  prefill_histories: Sequence[int] = (4096, 8192, 16384), queries: int = 512,
                  memory_gib: float = MEMORY_GIB, budget_s: float = BUDGET_S) -> list[dict]:
     """Decode, and prefill of `queries` that follow a history, in our kernels and in every peer that takes the case;
-    either may have no settings.
+    either may have no settings. Our caches are in pages of PEER_BLOCK_SIZE tokens.
 
     Rows of {phase, sizes, variant, peer, cache, us, p10, p90, fastest}, of a decode also of read, of a prefill (warm
     only) TFLOP/s and of int8 matmul; `fastest` is the case's fastest variant. A peer that is missing, refuses a case,
     fails or is wrong there is recorded as such and has no row. Without a GPU there are no rows.
     """
-    shapes = _shapes(decode_settings, decode_histories) if len(decode_settings) else []
-    shapes += _shapes(prefill_settings, prefill_histories, queries=queries) if len(prefill_settings) else []
+    paged = {"block_size": PEER_BLOCK_SIZE}
+    shapes = _shapes(decode_settings, decode_histories, **paged) if len(decode_settings) else []
+    shapes += _shapes(prefill_settings, prefill_histories, queries=queries, **paged) if len(prefill_settings) else []
     known = []
     for peer in attention_peers.all_peers():
         if peer.missing:
@@ -816,6 +823,28 @@ def beside_peers(lab: Lab, decode_settings: Sequence[Sequence[int]] = PEER_SETTI
         return []
     return [row for shape in shapes if _fits(lab, shape, "peers", memory_gib)
             for row in _case_beside_peers(_Problem(lab, shape, "peers"), known, budget_s)]
+
+
+def page_sizes(lab: Lab, setting: Sequence[int] = (1, 24, 4, 128), history: int = 16384,
+               block_sizes: Sequence[int] = (16, 32, 64, 128), queries: int = 512,
+               budget_s: float = BUDGET_S) -> list[dict]:
+    """What pages cost: our kernels on caches in pages of so many tokens, out of order, decode (cold) and prefill
+    (warm).
+
+    Rows of {tokens a page, variant: us}; a kernel that is wrong has no figure. Without a GPU there are no rows.
+    """
+    if not lab.timed:
+        return []
+    rows = []
+    for block_size in block_sizes:
+        row = {"tokens a page": block_size}
+        for asked, cache in ((1, "cold"), (queries, "warm")):
+            problem = _Problem(lab, Shape(*setting, history, asked, block_size), "pages")
+            benches = {bench.variant: bench for bench in _ours(problem) if bench.check()}
+            times = _race(benches, budget_s) if benches else []
+            row |= {r["variant"]: r["us"] for r in times if r["cache"] == cache}
+        rows.append(row)
+    return rows
 
 
 def _case_beside_peers(problem, known, budget_s) -> list[dict]:
