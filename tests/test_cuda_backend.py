@@ -160,12 +160,14 @@ class StandIn:
         self.data = types.SimpleNamespace(ptr=address)
 
 
-def kernel_of(arch, plain=None):
-    """A kernel on no device, whose launches without attributes go to `plain`."""
+def kernel_of(arch, plain=None, attributes=None):
+    """A kernel on no device, whose launches without attributes go to `plain`, and what is set of it to `attributes`."""
     def function(*args, **shared):
         plain.append((args, shared))
     function.ptr = 0x77
-    driver = types.SimpleNamespace(funcSetAttribute=lambda *of: None)
+    def set_attribute(*of):
+        attributes.append(of)
+    driver = types.SimpleNamespace(funcSetAttribute=set_attribute)
     stream = types.SimpleNamespace(ptr=0x55)
     cupy = types.SimpleNamespace(ndarray=StandIn, cuda=types.SimpleNamespace(
         driver=driver, get_current_stream=lambda: stream))
@@ -191,6 +193,23 @@ def test_what_the_driver_is_told_of_an_overlapping_launch(monkeypatch):
     # as cuda.h lays them out
     assert (ctypes.sizeof(cuda._LaunchAttribute), ctypes.sizeof(cuda._LaunchConfig)) == (72, 56)
     assert (cuda._LaunchAttribute.value.offset, cuda._LaunchConfig.stream.offset) == (8, 32)
+
+
+def test_an_overlapping_launch_hands_structures_over_by_value(monkeypatch):
+    told = []
+    monkeypatch.setattr(cuda, "_driver", lambda name: lambda config, function, parameters, extra: told.append(
+        ctypes.string_at(parameters[0], 128)))
+    kernel_of("90a")((1,), (32,), [np.frombuffer(bytes(range(128)), "V128")[0]], overlap=True)
+    assert told == [bytes(range(128))]
+
+
+def test_shared_memory_is_made_room_for_once(monkeypatch):
+    attributes = []
+    monkeypatch.setattr(cuda, "_driver", lambda name: lambda *of: 0)
+    kernel = kernel_of("90a", attributes=attributes)
+    for shared in (48 << 10, 100 << 10, 100 << 10):
+        kernel((1,), (32,), [], shared, overlap=True)
+    assert attributes == [(0x77, 8, 100 << 10), (0x77, 9, 100)]  # at most so much a block; all of it to shared memory
 
 
 def test_a_device_that_overlaps_nothing_launches_as_ever(monkeypatch):

@@ -1,11 +1,12 @@
 import math
+import re
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
-from kernelbook import formats, packing, stats
+from kernelbook import formats, packing, stats, toolchain
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.ops import packed_gemm as op
 from kernelbook.ops.gemm_dispatch import converted
@@ -301,6 +302,21 @@ def test_every_form_fits_into_shared_memory(limit):
             assert design.shared(precision, form) <= limit << 10
 
 
+def test_few_panels_stay_whole_unless_cutting_them_saves_more_than_it_costs():
+    def blocks(n, k, precision):
+        chunk_bytes = packing.CHUNK_BYTES[precision]
+        return op.DESIGNS["ranges"]._blocks(math.ceil(n / 16), math.ceil(k / 128), chunk_bytes, 132)
+    assert [blocks(1024, 2048, precision) for precision in ("int8", "int4")] == [64, 64]  # 18 KB more than an even cut
+    assert blocks(1024, 17408, "int8") == 128  # 150 KB more: in halves
+    assert blocks(1600, 17408, "int8") == 132  # 72 KB more, and too many for halves: cut evenly
+    assert blocks(17408, 5120, "int4") == 132 and blocks(16, 128, "int8") == 1
+
+
+def test_the_launch_of_ranges_has_the_adders_that_are_compiled():
+    design = op.DESIGNS["ranges"]
+    assert f"kAdders = {op.ADDERS};" in design.source("int8", design._form("int8", 1)).text
+
+
 @pytest.mark.parametrize("arch", ["89", "80", "90a"])
 def test_ranges_fit_into_shared_memory_or_say_why_not(arch):
     backend, able = CpuBackend(), set()
@@ -355,6 +371,20 @@ def test_products_follow_each_other_with_nothing_between(backend, name):
             calls[turn % 2]()
         ends.append(backend.numpy(x[0]))
     assert np.isfinite(ends[0]).all() and np.abs(ends[0]).max() > 0 and np.array_equal(*ends)
+
+
+@pytest.mark.parametrize("name", ["panels", "ring", "ranges"])
+def test_before_the_launch_before_has_ended_only_weights_are_asked_for(name):
+    """In machine code: a compiler might move loads of const memory over the instruction that waits."""
+    if toolchain.targets()["sm_90a"]:
+        pytest.skip(toolchain.targets()["sm_90a"])
+    assembly = toolchain.compile_cuda(op.DESIGNS[name].sources()[0], "90a").assembly
+    before, after = assembly.split("ACQBULK")
+    assert "PREEXIT" in before  # lets the next launch begin
+    accesses = r"\b(?:LDG|STG|ATOMG?|RED|UBLKCP|CCTL\.E\.PF2)\b[.\w]*"
+    weights = {"UBLKCP.S.G", "CCTL.E.PF2", "LDG.E.NA.128.CONSTANT", "LDG.E.EF"}  # what no cache keeps
+    assert re.findall(accesses, before) and set(re.findall(accesses, before)) <= weights
+    assert "LDG.E.128.CONSTANT" in after  # x
 
 
 def test_a_design_that_cannot_overlap_says_so(simulator):

@@ -45,6 +45,9 @@ def test_machine_code(name, precision, tokens, room, narrow):
     assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1
     boxes, = re.findall(r"UTMALDG\.2D\S*", compiled.assembly)
     assert boxes == ("UTMALDG.2D.MULTICAST" if form.cluster > 1 else "UTMALDG.2D")
+    # the next launch may begin; this one asks for x when the one before has ended
+    assert compiled.assembly.index("PREEXIT") < compiled.assembly.index("ACQBULK") < compiled.assembly.index(boxes)
+    assert compiled.assembly.count("ACQBULK") == 1
     eights = form.bands * tokens // 8
     assert len(re.findall(r"MOVM\.16\.MT88", compiled.assembly)) == narrow * 2 * eights
     assert len(re.findall(r"STG\.E\.64 ", compiled.assembly)) == narrow * eights

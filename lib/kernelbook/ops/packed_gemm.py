@@ -42,7 +42,7 @@ SUFFIXES = {"float32": "", "float16": "_f16", "bfloat16": "_bf16"}
 MAX_ROWS = 32
 WARPS = 8
 INT32_MAX = 2**31 - 1
-ADDERS = 4  # warps of kernel 7 that do not multiply
+ADDERS = 4  # warps of kernel 7 that do not multiply, as compiled into 7_ranges.cu
 READ_MEANWHILE = 64 << 10  # bytes that a multiprocessor reads while blocks add up what they have of a panel, 2 us
 
 SHARED = {"80": 163, "86": 99, "87": 163, "89": 99, "90a": 227, "100": 227, "103": 227, "120": 99, "121": 99}
@@ -371,7 +371,7 @@ class RangesDesign:
         return launch
 
 
-# As panels.h, schedule.h and struct Together have them.
+# As panels.h, schedule.h and struct Shared of kernels 6 and 7 have them.
 
 def _source(file, precision, activations, form):
     return Source(file, _constants(precision, activations, form.rows) | {
