@@ -73,7 +73,7 @@ static: $(READY)
 sanitize: $(READY)
 	for tool in memcheck racecheck; do \
 	  compute-sanitizer --target-processes all --tool $$tool --error-exitcode 1 \
-	    $(PY) -m pytest -m gpu -n auto tests/ops --timeout 0 || exit 1; done
+	    $(PY) -m pytest -m gpu -n 8 tests/ops --timeout 0 || exit 1; done
 
 llama.cpp: $(READY)
 	@{ command -v cmake && command -v ninja; } >/dev/null || $(PY) -m pip install -q cmake ninja

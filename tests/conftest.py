@@ -39,7 +39,7 @@ def hopper_in_numpy(monkeypatch):
     backend = _InPlaceOfHopper()
     backend.launches = []
 
-    def launch(self, on, weights, data, x, out, plan, sums=None, overlap=False):
+    def launch(self, on, weights, data, x, out, plan, *, overlap=False, sums=None):
         on.launches.append({"weights": weights, "data": data, "x": x, "out": out, "plan": plan, "sums": sums})
         panels = packing.Panels(data, weights.n, weights.k, weights.precision)
         scales = _floats(_bf16(panels.scales.astype(np.float32)))

@@ -27,7 +27,7 @@ constexpr int kWarps = 8;
 // out [M][N] of x [M][K] and w [N / 16][K / 128] chunks; K a multiple of 32. M is at most ROWS.
 // Grid: panels, slices of K. pieces and counters: see schedule.h, a range being a block, of 32 threads.
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
-grouped_gemm_panels(const uint8_t *__restrict__ w, const Activation *__restrict__ x, float *__restrict__ out, float4 *pieces,
+grouped_gemm_panels(const uint8_t *__restrict__ w, const Activation *x, float *__restrict__ out, float4 *pieces,
                     int *counters, int M, int N, int K) {
   __shared__ Slice slices_of_x[kWarps];  // a warp's own each
   __shared__ float together[kWarps][kSums][32];
@@ -38,18 +38,19 @@ grouped_gemm_panels(const uint8_t *__restrict__ w, const Activation *__restrict_
   Slice &slice = slices_of_x[warp];
   let_next_launch_begin();
 
-  const auto read = [&](int c, InRegisters &to) { to.read(w + ((size_t)panel * chunks + c) * kChunkBytes, lane); };
   Sums sums = {};
   Own own;
   InRegisters here, next;
   int c = begin + warp;
-  if (c < end) read(c, here);
-  if (c + kWarps < end && lane * 128 < kChunkBytes)  // as far as L2: there is no register for it yet
-    prefetch_to_l2(w + ((size_t)panel * chunks + c + kWarps) * kChunkBytes + lane * 128);
+  constexpr int kTurn = kWarps * kChunkBytes;
+  const uint8_t *chunk = w + ((size_t)panel * chunks + c) * kChunkBytes;
+  if (c < end) here.read(chunk, lane);
+  if (c + kWarps < end && lane < kChunkBytes / 128) prefetch_to_l2(chunk + kTurn + lane * 128);  // no register for it yet
   await_launch_before();
 #pragma unroll 1
   for (; c < end; c += kWarps) {
-    if (c + kWarps < end) read(c + kWarps, next);
+    chunk += kTurn;
+    if (c + kWarps < end) next.read(chunk, lane);
     __syncwarp();  // all have read what the slice held
     unrolled<ROWS>([&](auto row) {
       if (row.value < M)

@@ -55,7 +55,7 @@ struct Shared {
 // out [M][N] of x [M][K] and w [N / 16][K / 128] chunks; K a multiple of 32. M is at most ROWS.
 // Grid: as many blocks as run at once, and no more than there are steps. pieces and counters: see schedule.h.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-grouped_gemm_ring(const uint8_t *__restrict__ w, const Activation *__restrict__ x, float *__restrict__ out, float4 *pieces,
+grouped_gemm_ring(const uint8_t *__restrict__ w, const Activation *x, float *__restrict__ out, float4 *pieces,
                   int *counters, int M, int N, int K) {
   GPU_DYNAMIC_SHARED(Shared, shared);
   // The compiler cannot know that it is the same for all lanes.

@@ -103,7 +103,7 @@ __device__ __forceinline__ bool add_pieces(float &sum, int phase, int first, int
 // Grid: as many blocks as run at once, and no more than there are chunks. pieces and counters: see schedule.h, a block
 // of 32 threads being one of the last warps.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *__restrict__ x, float *__restrict__ out, float4 *pieces,
+grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *__restrict__ out, float4 *pieces,
                     int *counters, int M, int N, int K) {
   GPU_DYNAMIC_SHARED(Shared, shared);
   // The compiler cannot know that it is the same for all lanes.

@@ -23,7 +23,7 @@
 //
 //   CODE_BITS    8 or 4
 //   BF16         1: x is bf16, 0: f16
-//   GROUPS       warpgroups of a block that multiply
+//   GROUPS       warpgroups of a block that multiply: 2 to 4
 //   BANDS        of 64 rows of w, that each of them has
 //   TILE_TOKENS  rows of x in a tile of the product: 8, 16, 32, 48, 64, 96, 128, 176 or 256
 //   X_STAGES     steps of 64 columns of x in shared memory
@@ -37,7 +37,7 @@
 
 #if GPU_HAS_WGMMA
 
-constexpr int kMultiplying = 128 * GROUPS, kThreads = kMultiplying + 128;
+constexpr int kThreads = 128 * (GROUPS + 1);
 constexpr int kPanelRows = 16, kChunk = 128, kScaleBytes = 128;  // as kernelbook/packing.py has them
 constexpr int kPanels = 4 * BANDS * GROUPS;                     // of a tile: one for each warp and band
 constexpr int kRows = kPanelRows * kPanels;
@@ -47,7 +47,7 @@ constexpr int kWidth = 2 * kStep;       // bytes
 constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
-static_assert(kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
+static_assert(GROUPS >= 2 && GROUPS <= 4 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
 
 // A block takes a multiprocessor, or with ROOM half of it, so that blocks of the next launch may bring weights meanwhile.

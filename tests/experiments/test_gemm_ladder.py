@@ -237,8 +237,9 @@ def test_a_wrong_design_has_no_time_and_is_named(timed, monkeypatch):
     found = study.ladder(timed, SHAPES[:1], [1, 2], precisions=["int8"])
     assert {p.variant for p in found.points} == {study.ARTICLE}
     assert {words.split(" on ")[0] for words in found.wrong} == {
-        study.variant(name) for name, d in packed_gemm.DESIGNS.items()
-        if d.why_not(timed.backend, gemm_dispatch.Weight(48, 96, "int8"), 1) is None}
+        study.variant(name) + how for name, d in packed_gemm.DESIGNS.items()
+        if d.why_not(timed.backend, gemm_dispatch.Weight(48, 96, "int8"), 1) is None
+        for how in ("", ", overlapped")[:1 + d.overlaps]}
     assert all(m["value"] is None for m in measured(timed, "relative_frobenius", status="wrong_result"))
     assert study.correctness(study.Selftest(), found)[1].met is False
 

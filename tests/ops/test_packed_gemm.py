@@ -384,7 +384,7 @@ def test_before_the_launch_before_has_ended_only_weights_are_asked_for(name):
     accesses = r"\b(?:LDG|STG|ATOMG?|RED|UBLKCP|CCTL\.E\.PF2)\b[.\w]*"
     weights = {"UBLKCP.S.G", "CCTL.E.PF2", "LDG.E.NA.128.CONSTANT", "LDG.E.EF"}  # what no cache keeps
     assert re.findall(accesses, before) and set(re.findall(accesses, before)) <= weights
-    assert "LDG.E.128.CONSTANT" in after  # x
+    assert "LDG.E.128 " in after  # x, and not by way of what nobody writes: the launch before may, while this one runs
 
 
 def test_a_design_that_cannot_overlap_says_so(simulator):

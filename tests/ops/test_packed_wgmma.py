@@ -209,8 +209,9 @@ def test_every_plan_of_a_form(hopper, form, precision, narrow, more):
     panels = packing.random_panels(rng, n, k, precision)
     w = packing.unpack(panels).dequantize(np.float64).astype(np.float16).astype(np.float64)
     data, given = hopper.array(panels.data), hopper.empty((m, k), np.float16)
-    room = hopper.empty((m + 2, n), np.float16 if narrow else np.float32)
-    out = room[1:-1] if more == 8 else hopper.empty((m, n), room.dtype)  # at a multiple of 16 bytes
+    guard = 64  # numbers on either side, so that out is at a multiple of 16 bytes
+    room = hopper.empty(m * n + 2 * guard, np.float16 if narrow else np.float32)
+    out = room[guard:-guard].reshape(m, n)
     for plan in op.plans(m, n, k, hopper.multiprocessors, [form]):
         call = design.launch(hopper, panels, data, given, out, plan, overlap=True)
         for _ in range(2):
@@ -220,7 +221,27 @@ def test_every_plan_of_a_form(hopper, form, precision, narrow, more):
             found = hopper.numpy(call()).astype(np.float64)
             bound = design.bound if narrow else OWN_BOUND
             assert stats.errors(found, x.astype(np.float64) @ w.T).relative_frobenius <= bound, plan
-            assert (hopper.numpy(room[[0, -1]]) == 7).all()
+            around = hopper.numpy(room)
+            assert (around[:guard] == 7).all() and (around[-guard:] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", op.FORMS, ids=str)
+def test_products_follow_each_other_with_nothing_between(hopper, form):
+    """Each output, of 16 bits, is the next one's activations, and what that writes over."""
+    m, size, design = form.tokens, 2048, op.DESIGNS["wgmma_f16"]
+    panels = packing.random_panels(np.random.default_rng(5), size, size, "int4")
+    panels.data[..., -128:].view(np.float16)[...] = 2.0**-8  # products about as large as what is multiplied
+    data, x = hopper.array(panels.data), np.random.default_rng(m).standard_normal((m, size)).astype(np.float16)
+    for plan in op.plans(m, size, size, hopper.multiprocessors, [form]):
+        ends = []
+        for overlap in (False, True):
+            turns = [hopper.array(x), hopper.empty((m, size), np.float16)]
+            calls = [design.launch(hopper, panels, data, turns[i], turns[1 - i], plan, overlap=overlap) for i in (0, 1)]
+            for turn in range(10):
+                calls[turn % 2]()
+            ends.append(hopper.numpy(turns[0]))
+        assert np.isfinite(ends[0]).all() and np.abs(ends[0]).max() > 0 and np.array_equal(*ends), plan
 
 
 @pytest.mark.gpu

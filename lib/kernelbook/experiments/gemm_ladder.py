@@ -468,7 +468,7 @@ def _measure(lab, found: Ladder, weights, m, contenders, exact, budget_s) -> Non
         lab.record.measure(kernel=KERNEL, variant=c.variant, case=labelled, metric="relative_frobenius",
                            value=error if np.isfinite(error) else None, unit="1", **wrong)
         found.errors.append({"shape": f"{case['N']} x {case['K']}", "codes": case["codes"], "M": m,
-                             "variant": c.variant, "error": error, "bound": c.bound})
+                             "variant": c.variant + ", overlapped" * c.overlapped, "error": error, "bound": c.bound})
         if not wrong:
             right[c.variant, c.overlapped] = c, labelled
     if not (lab.timed and right):

@@ -192,7 +192,8 @@ def converted(x, activations: str):
 
 def choices_from_record(record: dict) -> dict:
     """The table's entry for a record's device: precision to class to "N x K" to {M: design}, from the cold times that
-    the ladder measured there without overlapping launches; empty where it holds none.
+    the ladder measured there without overlapping launches; empty where it holds none. The ladder's designs of many rows
+    write 16 bits, half of what `Dispatched` has them write.
 
     A class may use a stricter class's designs. Of the designs that stay within `SLACK` of the fastest, one is kept over
     as many M as it can be; each M stands for those from the M before to itself.

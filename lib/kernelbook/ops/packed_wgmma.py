@@ -123,7 +123,8 @@ class Plan:
         return self.blocks * self.form.rows * self.form.tokens if self.cut_steps else 0
 
 
-# Nanoseconds on an H200, and bytes in one, as far as plans are to be compared; launches overlap.
+# Nanoseconds on an H200, and bytes in one, as far as plans are to be compared, fitted to launches that overlap; those
+# that do not take some 2 us more whatever the plan.
 OF_A_LAUNCH, ROOM_SAVES = 1500, 1000  # to begin and to end; where blocks of the next launch have room meanwhile
 OF_A_CLOCK = 0.5  # of the tensor cores, as power lets them be
 TOKENS_MORE = 60  # that a product takes: to make its weights, and to read them from registers
@@ -218,7 +219,7 @@ class WgmmaDesign:
         return min(plans(*shape, backend.multiprocessors, forms),
                    key=lambda plan: nanoseconds(plan, *shape, weights.precision))
 
-    def prepare(self, backend: Backend, weights, data, x, out, overlap=False, sums=None) -> Callable:
+    def prepare(self, backend: Backend, weights, data, x, out, overlap=False, *, sums=None) -> Callable:
         """A call of no arguments that launches the product [M, N] of what `x` then holds and returns `out`.
 
         weights: their n, k and precision. data: the panels on the device, uint8 at a multiple of 16 bytes. x: [M, K] on
@@ -230,9 +231,10 @@ class WgmmaDesign:
         m = len(x)
         if m == 0:
             return lambda: out
-        return self.launch(backend, weights, data, x, out, self.plan(backend, weights, m, overlap), sums, overlap)
+        return self.launch(backend, weights, data, x, out, self.plan(backend, weights, m, overlap), overlap=overlap,
+                           sums=sums)
 
-    def launch(self, backend: Backend, weights, data, x, out, plan: Plan, sums=None, overlap=False) -> Callable:
+    def launch(self, backend: Backend, weights, data, x, out, plan: Plan, *, overlap=False, sums=None) -> Callable:
         """`prepare` for a plan of the caller's, which must be one of `plans` of this shape; M is at least 1."""
         m, n, k, form = len(x), weights.n, weights.k, plan.form
         source = self.source(weights.precision, form, narrow=out.dtype != np.float32)
