@@ -6,9 +6,9 @@
 // other. A panel that is all its own it stores; of others it leaves sums in shared memory, once at the beginning and once at
 // the end of its range. They are added up when all is done, in the order of K.
 //
-// Every block multiplies equally many chunks: whole panels, and before those a range of the panels that are cut. A
-// warp more, or several, which multiply nothing, add up the pieces of these and those of other blocks, while the whole ones
-// are multiplied. Lanes take a group of columns each (panels.h), so that scaling and adding up take few instructions.
+// Every block multiplies equally many chunks: whole panels, and before those a range of the panels that are cut. Four
+// warps more, which multiply nothing, add up the pieces of these and those of other blocks, while the whole ones are
+// multiplied. Lanes take a group of columns each (panels.h), so that scaling and adding up take few instructions.
 //
 // Prediction: 110 instructions a chunk and warp with 4 bits and 105 with 8, a fifth of the time that a multiprocessor has with W4
 // at the ceiling; 16 warps hide the 400 clocks of a chunk three times over. What is left is 2 us until the first bytes are
@@ -16,7 +16,10 @@
 // Outcome (H200, cold, median; W8 / W4): 26.7 / 17.7 us on 17408 x 5120 for M = 1, 3.54 and 2.83 TB/s where a plain read has
 // 4.13 and 3.85; M = 2 27.6 / 18.6 us, 4 30.0 / 22.3 us. But 29.6 / 21.1 us on 5120 x 17408 and 15.7 / 13.5 us on 5120 x 6144,
 // where kernel 5 takes 25.8 / 20.6 and 11.7 / 9.35 us and a plain read of the latter 9.3 / 5.9: there the ends, not the reading,
-// set the time. Two slots a warp were the fastest, more warps no faster, and 8 rows no faster than kernel 6.
+// set the time. That was with one warp to add up pieces; with four, 28.2 / 19.3 and 13.7 / 11.8 us. Two slots a warp were the
+// fastest, more warps no faster, and 8 rows no faster than kernel 6. With launches that overlap 24.7 / 15.9 us on the first, 3.83
+// and 3.16 TB/s, M = 2 25.9 / 16.8 us, 4 27.9 / 18.7. Tried in vain: 11 warps of 72 registers, so that two blocks run on a
+// multiprocessor (28.3 / 20.3 us alone, 26.4 / 18.4 overlapped), and slices of K, so that 8 rows fit (35 / 27 us with f16).
 //
 //   WARPS    that multiply
 //   CHUNKS   that a warp asks for at a time

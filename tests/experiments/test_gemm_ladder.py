@@ -105,6 +105,9 @@ def test_a_header_is_read_as_it_stands(tmp_path):
     path.write_text("// 9. Idea.\n//\n// Predicted: fast.\n//\n// There is no more.\nint x;\n")
     rung = study._rung(str(path), ())
     assert (rung.idea, rung.prediction, rung.outcome) == ("Idea.", "fast.", "")
+    path.write_text("// 9. Idea.\n//\n// Predicted: fast.\n// Outcome (a card, cold;\n// W8): slow.\nint x;\n")
+    rung = study._rung(str(path), ())
+    assert (rung.prediction, rung.outcome) == ("fast.", "a card, cold; W8: slow.")
 
 
 # ---- the selftest

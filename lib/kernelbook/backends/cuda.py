@@ -153,8 +153,8 @@ def _driver(name: str) -> Callable:
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError) as error:
-        raise BackendUnavailable(f"the NVIDIA driver has no {name} ({error}), which kernels from sm_90 on need; it must "
-                                 "be one of CUDA 12 or later") from error
+        raise BackendUnavailable(f"the NVIDIA driver has no {name} ({error}), which kernels from sm_90 on need; it "
+                                 "must be one of CUDA 12 or later") from error
 
 
 class _LaunchAttribute(ctypes.Structure):

@@ -104,9 +104,10 @@ def _rung(path: str, designs: tuple[str, ...]) -> Rung:
     lines = itertools.takewhile(lambda line: line.startswith("//"), Source(path).text.splitlines())
     text = "\n".join(line.removeprefix("//").strip() for line in lines)
 
-    def told(*words):  # up to the next blank line, or the next such word
-        found = re.search(rf"^(?:{'|'.join(words)}): *(.*?)(?=\n\n|\n[A-Z]\w+:|\Z)", text, re.M | re.S)
-        return " ".join(found[1].split()) if found else ""
+    def told(*words):  # up to the next blank line, or the next such word; it may say in parentheses of what
+        of = r"(?: \(([^)]*)\))?:"
+        found = re.search(rf"^(?:{'|'.join(words)}){of} *(.*?)(?=\n\n|\n[A-Z]\w+{of}|\Z)", text, re.M | re.S)
+        return " ".join(((found[1] + ": " if found[1] else "") + found[2]).split()) if found else ""
     idea = re.match(r"(?:\d+\. )?(.*?\.)(?=\s|\Z)", text, re.S)
     return Rung(path, " ".join(idea[1].split()) if idea else "", told("Prediction", "Predicted"),
                 told("Outcome", "Measured"), designs)
