@@ -772,13 +772,13 @@ def changed_model(name, **sizes):
     (shapes.SMOLLM2_135M, "contradicted"),
 ], ids=["the article's", "another q", "gate below", "k above", "another vocabulary", "no q", "one more", "SmolLM2"])
 def test_the_gate_is_judged_by_the_articles_figures(lab, monkeypatch, model, verdict):
-    monkeypatch.setattr(study, "distinct", lambda model: [])  # nothing of that size is computed here
+    monkeypatch.setattr(shapes, "distinct", lambda projections: [])  # nothing of that size is computed here
     found = judged(lab, study.flop_gate(lab, model), "G11", verdict)
     assert ("not all as the article has them" in found.evidence) == (verdict == "contradicted")
 
 
 def test_another_gate_is_contradicted(lab, monkeypatch):
-    monkeypatch.setattr(study, "distinct", lambda model: [])
+    monkeypatch.setattr(shapes, "distinct", lambda projections: [])
     monkeypatch.setattr(op, "FLOP_GATE", 8e6)
     found = judged(lab, study.flop_gate(lab, QWEN), "G11", "contradicted")
     assert "sends q, o, gate, up, down, lm_head to the GPU" in found.evidence
