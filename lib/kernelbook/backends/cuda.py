@@ -212,13 +212,10 @@ class CupyKernel:
                 raise TypeError(f"{self.name}: argument {i} is a {type(value).__name__}; expected an array on the "
                                 "device, a NumPy scalar such as np.int32(4), or None")
         self._allow(shared)
-        args = [_launchable(value) for value in args]
-        if overlap:
-            self._launch_overlapping(grid, block, args, shared)
-        else:
-            self._function(tuple(grid), tuple(block), args, shared_mem=shared)
+        self._launch(grid, block, [_launchable(value) for value in args], shared, overlap)
 
-    def _launch_overlapping(self, grid, block, args, shared):
+    def _launch(self, grid, block, args, shared, overlap):
+        """Without attributes, and so with no overlap."""
         self._function(tuple(grid), tuple(block), args, shared_mem=shared)
 
 
@@ -244,10 +241,10 @@ class CudaKernel(CupyKernel):
             self._set_attribute(self._function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
             self._allowed_shared = shared
 
-    def _launch_overlapping(self, grid, block, args, shared):
-        """By cuLaunchKernelEx, as CuPy launches without attributes."""
-        if not self._overlaps:
-            return super()._launch_overlapping(grid, block, args, shared)
+    def _launch(self, grid, block, args, shared, overlap):
+        """An overlapping one by cuLaunchKernelEx, as CuPy launches without attributes."""
+        if not (overlap and self._overlaps):
+            return super()._launch(grid, block, args, shared, overlap)
         if shared > DEFAULT_SHARED and not self._has_carveout:  # so that there is room for blocks of two launches
             self._set_attribute(self._function.ptr, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             self._has_carveout = True

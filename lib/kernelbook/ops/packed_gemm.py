@@ -110,22 +110,29 @@ class WideDesign:
 # ---------------------------------------------------------------- 5: panels
 
 @dataclass(frozen=True)
-class PanelsDesign:
-    """Kernel 5. activations: what x is on the device. splits: slices of K; None takes as many as run at once."""
+class _OnPanels:
+    """What designs on mma.sync have alike. kernel: its name. activations: what x is on the device."""
 
     activations: str
-    splits: int | None = None
-    max_rows = 4
     overlaps = True
     narrow = None
 
     @property
     def name(self) -> str:
-        return "panels" + SUFFIXES[self.activations]
+        return self.kernel + SUFFIXES[self.activations]
 
     @property
     def bound(self) -> float:
         return BOUNDS[self.activations]
+
+
+@dataclass(frozen=True)
+class PanelsDesign(_OnPanels):
+    """Kernel 5. activations: what x is on the device. splits: slices of K; None takes as many as run at once."""
+
+    splits: int | None = None
+    kernel = "panels"
+    max_rows = 4
 
     def source(self, precision: str, m: int) -> Source:
         return Source("grouped_gemm/5_panels.cu", _constants(precision, self.activations, _power(m)))
@@ -180,26 +187,16 @@ class RingPlan:
 
 
 @dataclass(frozen=True)
-class RingDesign:
+class RingDesign(_OnPanels):
     """Kernel 6. activations: what x is on the device.
 
     form: how it is compiled; None chooses by shape. blocks: of the launch; None takes one a multiprocessor, or fewer.
     """
 
-    activations: str
     form: RingForm | None = None
     blocks: int | None = None
+    kernel = "ring"
     max_rows = MAX_ROWS
-    overlaps = True
-    narrow = None
-
-    @property
-    def name(self) -> str:
-        return "ring" + SUFFIXES[self.activations]
-
-    @property
-    def bound(self) -> float:
-        return BOUNDS[self.activations]
 
     def source(self, precision: str, form: RingForm) -> Source:
         return _source("grouped_gemm/6_ring.cu", precision, self.activations, form)
@@ -288,26 +285,16 @@ class RangesForm:
 
 
 @dataclass(frozen=True)
-class RangesDesign:
+class RangesDesign(_OnPanels):
     """Kernel 7. activations: what x is on the device.
 
     form: how it is compiled; None chooses by shape. blocks: of the launch; None takes one a multiprocessor, or fewer.
     """
 
-    activations: str
     form: RangesForm | None = None
     blocks: int | None = None
+    kernel = "ranges"
     max_rows = 4
-    overlaps = True
-    narrow = None
-
-    @property
-    def name(self) -> str:
-        return "ranges" + SUFFIXES[self.activations]
-
-    @property
-    def bound(self) -> float:
-        return BOUNDS[self.activations]
 
     def source(self, precision: str, form: RangesForm) -> Source:
         return _source("grouped_gemm/7_ranges.cu", precision, self.activations, form)
