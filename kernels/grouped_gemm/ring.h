@@ -4,10 +4,7 @@
 // From sm_90 on a slot is filled by one bulk copy, which a single lane asks for and a barrier in shared memory counts
 // the bytes of; before that by copies of 16 bytes a lane. In the simulator copies end at once.
 #pragma once
-#include "gpu.h"
-#if GPU_CUDA && __CUDA_ARCH__ >= 900
-#define GPU_HAS_BULK_COPIES 1
-#endif
+#include "bulk.h"
 
 // Slots of `room` bytes. data: [slots][room], and barriers [slots], the warp's own.
 template <int slots, int room> struct Ring {
@@ -18,16 +15,13 @@ template <int slots, int room> struct Ring {
 
 #if GPU_HAS_BULK_COPIES
   uint64_t policy;
-  __device__ __forceinline__ static uint32_t address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+  __device__ __forceinline__ PhaseBarrier &barrier(int slot) { return reinterpret_cast<PhaseBarrier *>(barriers)[slot]; }
 
   __device__ __forceinline__ Ring(uint8_t *data, uint64_t *barriers, int lane, bool used = true)
-      : data(data), barriers(barriers), lane(lane) {
-    // Weights are read once: they should not drive activations and outputs from L2.
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+      : data(data), barriers(barriers), lane(lane), policy(cache_policy(false)) {  // weights are read once
     if (used && lane == 0) {
 #pragma unroll 1
-      for (int i = 0; i < slots; ++i)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barriers + i)) : "memory");
+      for (int i = 0; i < slots; ++i) barrier(i).init(1);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncwarp();
@@ -37,17 +31,14 @@ template <int slots, int room> struct Ring {
   __device__ __forceinline__ void ask(const uint8_t *from, int bytes) {
     if (bytes == 0) return;
     if (lane == 0) {
-      const uint32_t barrier = address(barriers + put);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                   ::"r"(address(data + put * room)), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+      arrive_expecting(barrier(put), bytes);
+      copy_bulk(data + put * room, from, bytes, barrier(put), policy);
     }
     put = put + 1 == slots ? 0 : put + 1;
   }
   // The next slot, once it is filled.
   __device__ __forceinline__ const uint8_t *wait() {
-    asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"
-                 ::"r"(address(barriers + got)), "r"(parity) : "memory");
+    barrier(got).wait(parity);
     const uint8_t *slot = data + got * room;
     if (++got == slots) got = 0, parity ^= 1;
     return slot;

@@ -1,8 +1,29 @@
-// Bulk copies (sm_90): one thread asks, the hardware copies into shared memory and tells a PhaseBarrier how many bytes came.
+// Bulk copies (from sm_90 on): one thread asks, the hardware copies into shared memory and tells a PhaseBarrier how many bytes came.
 // Blocks of a cluster may share what one of them asks for. There is no simulated form.
 #pragma once
-#include "wgmma.h"
-#if GPU_HAS_WGMMA
+#include "gpu.h"
+#if GPU_CUDA && __CUDA_ARCH__ >= 900
+#define GPU_HAS_BULK_COPIES 1
+
+// A barrier in shared memory: a phase ends when `count` arrivals are in; wait(parity) returns when the phase of that
+// parity, 0 for the first, has ended. arrive_after_copies: this thread's copy_async so far count as its arrival.
+struct PhaseBarrier {
+  uint64_t word;
+  __device__ __forceinline__ uint32_t address() { return (uint32_t)__cvta_generic_to_shared(&word); }
+  __device__ __forceinline__ void init(int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
+  __device__ __forceinline__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
+  }
+  __device__ __forceinline__ void wait(int parity) {
+    asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"
+                 ::"r"(address()), "r"(parity) : "memory");
+  }
+};
 
 // A matrix in memory and the boxes that are copied of it, as cuTensorMapEncodeTiled describes them: a __grid_constant__
 // parameter of the kernel.

@@ -4,7 +4,7 @@
 // Sums are laid out as those of mma.sync, warp w of the group holding rows 16 w .. 16 w + 15: element 4 j + i of a lane
 // is element i of the j-th 8 columns. A from registers is laid out as A of mma_m16n8k32.
 #pragma once
-#include "gpu.h"
+#include "bulk.h"
 #if GPU_CUDA && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define GPU_HAS_WGMMA 1
 
@@ -32,25 +32,6 @@ template <int n> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
 }
 
-// A barrier in shared memory: a phase ends when `count` arrivals are in; wait(parity) returns when the phase of that
-// parity, 0 for the first, has ended. arrive_after_copies: this thread's copy_async so far count as its arrival.
-struct PhaseBarrier {
-  uint64_t word;
-  __device__ __forceinline__ uint32_t address() { return (uint32_t)__cvta_generic_to_shared(&word); }
-  __device__ __forceinline__ void init(int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
-  }
-  __device__ __forceinline__ void arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
-  }
-  __device__ __forceinline__ void arrive_after_copies() {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
-  }
-  __device__ __forceinline__ void wait(int parity) {
-    asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"
-                 ::"r"(address()), "r"(parity) : "memory");
-  }
-};
 // A barrier of one warpgroup, numbered from 1.
 __device__ __forceinline__ void warpgroup_barrier(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
 // A barrier of some warps of the block, numbered from 1.
@@ -129,7 +110,6 @@ template <int sums> __device__ __forceinline__ void wgmma_arrived(float (&d)[sum
 #define WGMMA_4 "%0, %1, %2, %3"
 #define WGMMA_8 WGMMA_4 ", %4, %5, %6, %7"
 #define WGMMA_16 WGMMA_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_24 WGMMA_8 ", %8, %9" WGMMA_TEN(1) ", %20, %21, %22, %23"
 #define WGMMA_32 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) ", %30, %31"
 #define WGMMA_48 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_64 WGMMA_8 ", %8, %9" WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) ", %60, %61, %62, %63"
@@ -159,7 +139,6 @@ template <int sums> __device__ __forceinline__ void wgmma_arrived(float (&d)[sum
 WGMMA_BOTH(8, 4, "%4, %5, %6, %7", "%8")
 WGMMA_BOTH(16, 8, "%8, %9, %10, %11", "%12")
 WGMMA_BOTH(32, 16, "%16, %17, %18, %19", "%20")
-WGMMA_BOTH(48, 24, "%24, %25, %26, %27", "%28")
 WGMMA_BOTH(64, 32, "%32, %33, %34, %35", "%36")
 WGMMA_BOTH(96, 48, "%48, %49, %50, %51", "%52")
 WGMMA_BOTH(128, 64, "%64, %65, %66, %67", "%68")
@@ -181,7 +160,6 @@ WGMMA_BOTH(256, 128, "%128, %129, %130, %131", "%132")
 #undef WGMMA_64
 #undef WGMMA_48
 #undef WGMMA_32
-#undef WGMMA_24
 #undef WGMMA_16
 #undef WGMMA_8
 #undef WGMMA_4

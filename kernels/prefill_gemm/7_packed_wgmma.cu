@@ -32,7 +32,7 @@
 //   BF16         1: x is bf16, 0: f16
 //   GROUPS       warpgroups of a block that multiply: 2 to 4
 //   BANDS        of 64 rows of w, that each of them has
-//   TILE_TOKENS  rows of x in a tile of the product: 8, 16, 32, 48, 64, 96, 128, 176 or 256
+//   TILE_TOKENS  rows of x in a tile of the product: 8, 16, 32, 64, 96, 128, 176 or 256
 //   X_STAGES     steps of 64 columns of x in shared memory
 //   W_STAGES     stages of w there
 //   W_CHUNKS     of each of them: what one copy brings of a panel
