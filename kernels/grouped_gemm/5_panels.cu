@@ -56,7 +56,7 @@ grouped_gemm_panels(const uint8_t *__restrict__ w, const Activation *x, float *_
     __syncwarp();  // all have read what the slice held
     unrolled<ROWS>([&](auto row) {
       if (row.value < M)
-        split_row(slice, row.value, read_four(x + (size_t)row.value * K, c * kChunkColumns + lane * 4, K), lane);
+        split_row(slice, row.value, read_four(x + (size_t)row.value * K, c, lane, K), lane);
     });
     __syncwarp();
     multiply(sums, here, slice, own, lane);

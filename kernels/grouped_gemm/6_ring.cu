@@ -81,7 +81,7 @@ grouped_gemm_ring(const uint8_t *__restrict__ w, const Activation *x, float *__r
   const auto read_x = [&](int step, Four (&to)[kTurns]) {
     unrolled<kTurns>([&](auto i) {
       const int number = i.value * WARPS + warp, row = number / CHUNKS, chunk = step * CHUNKS + number % CHUNKS;
-      if (row < ROWS) to[i.value] = read_four(x + (size_t)min(row, M - 1) * K, chunk * kChunkColumns + lane * 4, K);
+      if (row < ROWS) to[i.value] = read_four(x + (size_t)min(row, M - 1) * K, chunk, lane, K);
     });
   };
   const auto split_x = [&](Slice (&to)[CHUNKS], const Four (&from)[kTurns]) {

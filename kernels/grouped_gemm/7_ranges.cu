@@ -10,6 +10,12 @@
 // warps more, which multiply nothing, add up the pieces of these and those of other blocks, while the whole ones are
 // multiplied. Lanes take a group of columns each (panels.h), so that scaling and adding up take few instructions.
 //
+// Every block brings all of x that it multiplies before it can begin, and of few panels and long K that is much for little: there
+// blocks have a slice of K and only that part of x. Blocks of all slices share the panels alike, and who comes last of a
+// cut panel, or of the blocks that have the same whole panels, adds up all slices, in the order of K. That is another form of
+// the kernel: where there is one slice, chunks lie in memory as they are counted, and what is asked for first needs no
+// search for a panel.
+//
 // Prediction: 110 instructions a chunk and warp with 4 bits and 105 with 8, a fifth of the time that a multiprocessor has with W4
 // at the ceiling; 16 warps hide the 400 clocks of a chunk three times over. What is left is 2 us until the first bytes are
 // multiplied, and 1 us at the end: 16 us for 50 MB, 26 us for 94.7 MB.
@@ -20,60 +26,73 @@
 // fastest, more warps no faster, and 8 rows no faster than kernel 6. With launches that overlap 24.7 / 15.9 us on the first, 3.83
 // and 3.16 TB/s, M = 2 25.9 / 16.8 us, 4 27.9 / 18.7. Tried in vain: 11 warps of 72 registers, so that two blocks run on a
 // multiprocessor (28.3 / 20.3 us alone, 26.4 / 18.4 overlapped), and slices of K, so that 8 rows fit (35 / 27 us with f16).
+// Then x was brought with half of the instructions and without bank conflicts, all loads of a round at once, and slices came,
+// with 16 warps and decided at run time: W4, overlapped, 5120 x 17408 in four 18.6 us for M = 2 and 19.6 for M = 4, which did
+// not fit before, and 5120 x 6144 in two 11.3 for M = 4 instead of 13.8. But all that stayed in one slice lost 0.5 to 0.9 us
+// for M = 1, 17.0 instead of 16.2 on 17408 x 5120 and 4.1 instead of 3.5 on 2048 x 2048: at the end the sixteen pieces of a
+// number were read one after the other, a branch and a load each, and the first copy stood behind 238 instructions, of which a
+// multiprocessor has 20 warps to go through, instead of 164.
+// Prediction without these, pieces read at once and 137 instructions before the first copy (199 with slices), overlapped, W4:
+// 17408 x 5120 15.8 us for M = 1, 17.6 for M = 4; 2048 x 2048 3.3; 5120 x 17408 17.7, and in four slices 18.2 for M = 2; 5120 x
+// 6144 9.4, and in two slices 10.9 for M = 4. Outcome: 16.2 and 17.7; 3.14; 17.3 and
+// 18.3; 9.06 and 10.6; with 8 bits 24.7 us on 17408 x 5120, 27.0 for M = 4.
 //
 //   WARPS    that multiply
 //   CHUNKS   that a warp asks for at a time
 //   SLOTS    of a warp's ring, of CHUNKS chunks each
+//   SLICED   1 where K is in several slices, else 0
 //   ROWS: 1, 2 or 4; BITS, ACTIVATIONS: see panels.h
 #include "panels.h"
 #include "ring.h"
-#include "schedule.h"
 
 #if GPU_CUDA || GPU_SIMULATOR
 
-constexpr int kAdders = 4;  // warps that add up pieces of cut panels, of which a block has up to three
+// Warps that add up pieces of cut panels, a panel each, of which a block has part of up to three. With four, 160 pieces of x
+// come in one round: 4 rows of 5120.
+constexpr int kAdders = 4;
 constexpr int kWarps = WARPS + kAdders, kThreads = 32 * kWarps;
-constexpr int kValues = kPanelRows * ROWS, kOfLane = 4;  // of a panel; of those of a lane, at most
+constexpr int kValues = kPanelRows * ROWS, kOfLane = (kValues + 31) / 32;  // of a panel; of those of a lane, at most
 
 using Piece = float[kPanelRows][ROWS];
 
-struct Range { int first, end; };
+constexpr bool kSliced = SLICED;
+__device__ __forceinline__ int slices_of_k() { return kSliced ? gridDim.y : 1; }
+__device__ __forceinline__ int own_slice() { return kSliced ? blockIdx.y : 0; }
 
-// What a block multiplies, in chunks, which are numbered through all panels: part of the panels that are cut, which come first,
-// then whole ones.
-struct Share {
-  int chunks, each, quotient, rest;  // of a panel; whole panels of a block; cut chunks of a block, which the first exceed by 1
-  Range of_phase[2];
-  __device__ __forceinline__ Share(int panels, int chunks) : chunks(chunks) {
-    const unsigned blocks = gridDim.x, block = blockIdx.x;
-    // Panels that are left over are cut, and where these are few, whose pieces would be many, as many more as there are blocks.
-    const unsigned left_over = panels % blocks;
-    each = panels / blocks;
-    if (each > 0 && left_over > 0 && 2 * left_over < blocks) --each;
-    const unsigned cut = (panels - each * blocks) * chunks;
-    quotient = cut / blocks, rest = cut % blocks;
-    of_phase[0] = {first_of(block), first_of(block + 1)};
-    of_phase[1].first = cut + block * each * chunks, of_phase[1].end = of_phase[1].first + each * chunks;
+// Things in a row, cut into parts as equal as can be.
+struct Parts {
+  int quotient, rest;  // of a part, which the first `rest` parts exceed by one
+  __device__ __forceinline__ Parts(unsigned all, unsigned parts) : quotient(all / parts), rest(all - quotient * parts) {}
+  __device__ __forceinline__ int first_of(int part) const { return part * quotient + min(part, rest); }
+  __device__ __forceinline__ int size_of(int part) const { return quotient + (part < rest); }
+  __device__ __forceinline__ int part_of(unsigned thing) const {
+    const unsigned of_longer = rest * (quotient + 1);
+    return thing < of_longer ? thing / (quotient + 1) : rest + (thing - of_longer) / quotient;
   }
-  __device__ __forceinline__ int first_of(int block) const { return block * quotient + min(block, rest); }
-  __device__ __forceinline__ int block_of(int chunk) const {
-    const int of_longer = rest * (quotient + 1);
-    return chunk < of_longer ? chunk / (quotient + 1) : rest + (chunk - of_longer) / quotient;
-  }
-  // The first chunk of a warp: who has one less of the cut panels has one more of the whole ones.
-  template <int phase> __device__ __forceinline__ int first_of_warp(int warp) const {
-    const Range &range = of_phase[phase];
-    return range.first + ((range.end - range.first) * warp + (phase == 0 ? 0 : WARPS - 1)) / WARPS;
+};
+
+struct Range { int first, end; };  // in chunks, which are numbered through the slices of all panels
+struct alignas(8) Start { int panel, chunk; };  // of a range
+
+// What a warp asks for next: where it lies, in chunks, how much of the range is left, and how much of the present panel.
+struct Asked {
+  int at, left, of_panel;
+  // Behind its panel's slice lies another slice.
+  __device__ __forceinline__ int step() const { return kSliced ? min(min(CHUNKS, left), of_panel) : min(CHUNKS, left); }
+  __device__ __forceinline__ void take(int count, int chunks, int chunks_of_k) {
+    at += count, left -= count, of_panel -= count;
+    if (kSliced && of_panel == 0) at += chunks_of_k - chunks, of_panel = chunks;
   }
 };
 
 struct Shared {
   alignas(16) uint8_t rings[WARPS][SLOTS * CHUNKS * kChunkBytes];
   uint64_t barriers[WARPS][SLOTS];
-  Piece pieces[2][WARPS][2];  // of cut panels and of whole ones: a range's first panel, if it begins within it, and its last
-  int firsts[2][WARPS + 1];   // chunks of the warps' ranges, and where the last one ends
-  int seen[kAdders];
-  alignas(16) Slice slices[1];  // all of x
+  Piece pieces[2][WARPS][2];  // of cut panels and of whole ones: a range's first panel, if it begins before it, and its last
+  Start starts[2][WARPS];
+  int firsts[2][WARPS + 1];   // chunks of the warps' ranges, and where the last one ends; of whole panels, the block's
+  int seen;
+  alignas(16) Slice slices[1];  // of x, all that the block multiplies
 };
 
 // The last warps wait for the others, who do not wait.
@@ -86,66 +105,148 @@ __device__ __forceinline__ void pieces_are_there(bool waits) {
 #endif
 }
 
-// One number of a panel, from what warps left of it, in the order of K. True if there is any: not if one warp had all of it.
+// One number of a panel, from what warps left of it, in the order of K. False if one warp had all of it: of a whole panel
+// nothing is left then. All pieces are read, and those of other panels not taken: to go around them takes longer.
 __device__ __forceinline__ bool add_pieces(float &sum, int phase, int first, int chunks, int value, const Shared *shared) {
   const int end = first + chunks;
-  bool any = false;
+  bool alone = false;
   sum = 0;
   unrolled<WARPS>([&](auto warp) {
     const int begin = shared->firsts[phase][warp.value], until = shared->firsts[phase][warp.value + 1];
-    const bool begun = begin <= first, ended = end <= until;
-    if (begin < until && begin < end && first < until && !(begun && ended)) {
-      sum += (&shared->pieces[phase][warp.value][begun][0][0])[value];
-      any = true;
-    }
+    const bool begun = begin <= first;
+    const float piece = (&shared->pieces[phase][warp.value][begun][0][0])[value];
+    sum += max(begin, first) < min(until, end) ? piece : 0.f;
+    alone |= begun && end <= until;
   });
-  return any;
+  return !alone;
 }
 
-// out [M][N] of x [M][K] and w [N / 16][K / 128] chunks; K a multiple of 32. M is at most ROWS.
-// Grid: as many blocks as run at once, and no more than there are chunks. pieces and counters: see schedule.h, a block
-// of 32 threads being one of the last warps.
+// What blocks leave each other of cut panels, [slice][block][kAdders][kValues]: where the pieces of a panel lie, in the order
+// of K.
+struct Walk {
+  float *pieces;
+  int panel, cut;
+  Parts slices;
+  int slice = -1, block = 0, last = 0;
+
+  __device__ __forceinline__ float *at(int slice, int block, int touched) const {
+    return pieces + (size_t)((slice * gridDim.x + block) * kAdders + touched) * kValues;
+  }
+  // Null when there are no more.
+  __device__ __forceinline__ const float *next() {
+    if (block < last) return at(slice, ++block, 0);
+    if (++slice >= slices_of_k()) return nullptr;
+    const int chunks = slices.size_of(slice), first = panel * chunks;
+    const Parts parts(cut * chunks, gridDim.x);
+    block = parts.part_of(first), last = parts.part_of(first + chunks - 1);
+    return at(slice, block, panel - parts.first_of(block) / chunks);
+  }
+};
+
+template <class F> __device__ __forceinline__ void each_value(int lane, F f) {
+  unrolled<kOfLane>([&](auto i) {
+    const int value = i.value * 32 + lane;
+    if (kValues % 32 == 0 || value < kValues) f(i.value, value);
+  });
+}
+
+// Of a cut panel `sums` are what `here` of its chunks came to. Who comes last has all of them together: makes them the sum of
+// all pieces and returns true; others return false.
+__device__ __forceinline__ bool gather(float (&sums)[kOfLane], Walk walk, int touched, int here, int chunks_of_k, int *counter,
+                                       int lane) {
+  if (here == chunks_of_k) return true;
+  float *piece = walk.at(own_slice(), blockIdx.x, touched);
+  each_value(lane, [&](int i, int value) { piece[value] = sums[i]; });
+  __threadfence();
+  __syncwarp();
+  const int before = __shfl_sync(GPU_FULL_MASK, lane == 0 ? atomicAdd(counter, here) : 0, 0);
+  if (before + here != chunks_of_k) return false;
+  __threadfence();
+  if (lane == 0) *counter = 0;
+  each_value(lane, [&](int i, int) { sums[i] = 0; });
+  const float *next[2];  // as many at once: a load takes most of a microsecond
+  do {
+    float of_next[2][kOfLane];
+    unrolled<2>([&](auto j) { next[j.value] = walk.next(); });
+    unrolled<2>([&](auto j) {
+      each_value(lane, [&](int i, int value) { of_next[j.value][i] = next[j.value] ? next[j.value][value] : 0.f; });
+    });
+    unrolled<2>([&](auto j) { each_value(lane, [&](int i, int) { sums[i] += of_next[j.value][i]; }); });
+  } while (next[1]);
+  return true;
+}
+
+// out [M][N] of x [M][K] and w [N / 16][K / 128] chunks; K a multiple of 32. M is at most ROWS. each: panels that a block has
+// whole; those that are cut come first, and are less than two a block.
+// Grid: blocks of a slice, and slices, of which there are no more than chunks along K. pieces: floats, kValues times (kAdders
+// a block and, of several slices, one a panel and slice). counters: one a panel, 0 before a launch and after it.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *__restrict__ out, float4 *pieces,
-                    int *counters, int M, int N, int K) {
+grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *__restrict__ out, float *pieces,
+                    int *counters, int M, int N, int K, int each) {
   GPU_DYNAMIC_SHARED(Shared, shared);
   // The compiler cannot know that it is the same for all lanes.
   const int lane = threadIdx.x, warp = __shfl_sync(GPU_FULL_MASK, (int)threadIdx.y, 0);
-  const int panels = (N + kPanelRows - 1) / kPanelRows, chunks = (K + kChunkColumns - 1) / kChunkColumns;
-  const Share share(panels, chunks);
+  const int panels = (N + kPanelRows - 1) / kPanelRows, chunks_of_k = (K + kChunkColumns - 1) / kChunkColumns;
+  const Parts slices(chunks_of_k, slices_of_k());
+  const int slice = slices.first_of(own_slice()), chunks = slices.size_of(own_slice());  // all that the block has of K
+  const int cut_panels = panels - each * gridDim.x;
   let_next_launch_begin();
   const bool multiplies = warp < WARPS;
-  const Range cut{share.first_of_warp<0>(warp), share.first_of_warp<0>(warp + 1)};
-  const Range whole{share.first_of_warp<1>(warp), share.first_of_warp<1>(warp + 1)};
+
+  const Parts parts(cut_panels * chunks, gridDim.x);
+  const Range cut{parts.first_of(blockIdx.x), parts.first_of(blockIdx.x + 1)};
+  const auto first_of_cut = [&](int warp) -> int { return cut.first + unsigned(cut.end - cut.first) * warp / WARPS; };
+  // Of the whole panels, from the block's first on: who has one chunk less of the cut ones has one more of these.
+  const auto first_of_whole = [&](int warp) -> int { return (unsigned(each * chunks * warp) + WARPS - 1) / WARPS; };
+  const int first_whole = cut_panels + blockIdx.x * each;  // panel
 
   Ring<SLOTS, CHUNKS * kChunkBytes> ring(shared->rings[multiplies ? warp : 0], shared->barriers[multiplies ? warp : 0],
                                             lane, multiplies);
-  Range asked = cut, then = whole;
+  const int first = first_of_cut(warp), first_again = first_of_whole(warp);
+  const auto start_of_cut = [&]() -> Start { return {int((unsigned)first / chunks), int((unsigned)first % chunks)}; };
+  // No division: warps have equal shares of the panels, but for the part of a chunk by which `first_again` is rounded up.
+  const auto start_of_whole = [&]() -> Start {
+    const int panel = unsigned(each * warp) / WARPS, chunk = first_again - panel * chunks;
+    return chunk < chunks ? Start{panel, chunk} : Start{panel + 1, 0};
+  };
+  // Without slices chunks lie as they are counted.
+  const auto asked_from = [&](int panel, const Start &start, int left) {
+    return Asked{(panel + start.panel) * chunks_of_k + slice + start.chunk, left, chunks - start.chunk};
+  };
+  Asked asked = asked_from(0, kSliced ? start_of_cut() : Start{0, first}, first_of_cut(warp + 1) - first);
+  bool all_asked = false;
   const auto ask = [&] {
-    if (asked.first == asked.end) asked = then, then.first = then.end;
-    const int count = min(CHUNKS, asked.end - asked.first);
-    ring.ask(w + (size_t)asked.first * kChunkBytes, count * kChunkBytes);
-    asked.first += count;
+    if (asked.left == 0 && !all_asked) {
+      const int left = first_of_whole(warp + 1) - first_again;
+      asked = asked_from(first_whole, kSliced ? start_of_whole() : Start{0, first_again}, left), all_asked = true;
+    }
+    const int count = asked.step();
+    ring.ask(w + (size_t)asked.at * kChunkBytes, count * kChunkBytes);
+    asked.take(count, chunks, chunks_of_k);
   };
   if (multiplies)
 #pragma unroll 1
     for (int i = 0; i < SLOTS; ++i) ask();
 
-  if (lane == 0 && warp <= WARPS) shared->firsts[0][warp] = cut.first, shared->firsts[1][warp] = whole.first;
+  if (lane == 0 && warp <= WARPS) shared->firsts[0][warp] = first, shared->firsts[1][warp] = first_again;
+  // Where x is waited for, rather than when it is there.
+  if (lane == 0 && multiplies) shared->starts[0][warp] = start_of_cut(), shared->starts[1][warp] = start_of_whole();
 
   await_launch_before();
-  constexpr int kAtOnce = 8;  // a round of loads is a microsecond
+  constexpr int kAtOnce = 8, kOfRow = kWarps / ROWS;  // a round of loads is a microsecond; warps that bring a row of x
+  if (const int row = warp % ROWS; row < M && warp < kOfRow * ROWS) {
+    const int end = min(K, (slice + chunks) * kChunkColumns);
 #pragma unroll 1
-  for (int first = warp; first < M * chunks; first += kAtOnce * kWarps) {
-    Four four[kAtOnce];
-    const auto each = [&](auto f) {
+    for (int first = warp / ROWS; first < chunks; first += kAtOnce * kOfRow) {
+      Four four[kAtOnce];
       unrolled<kAtOnce>([&](auto i) {
-        const int number = first + i.value * kWarps, row = ROWS == 1 ? 0 : number / chunks, chunk = number - row * chunks;
-        if (number < M * chunks) f(four[i.value], row, chunk);
+        four[i.value] = read_four(x + (size_t)row * K, slice + first + i.value * kOfRow, lane, end);
       });
-    };
-    each([&](Four &to, int row, int chunk) { to = read_four(x + (size_t)row * K, chunk * kChunkColumns + lane * 4, K); });
-    each([&](const Four &from, int row, int chunk) { split_row(shared->slices[chunk], row, from, lane); });
+      unrolled<kAtOnce>([&](auto i) {
+        const int chunk = first + i.value * kOfRow;
+        if (chunk < chunks) split_row(shared->slices[chunk], row, four[i.value], lane);
+      });
+    }
   }
   __syncthreads();
 
@@ -153,77 +254,89 @@ grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *_
     const int n = panel * kPanelRows + value / ROWS, m = value % ROWS;
     if (n < N && m < M) out[(size_t)m * N + n] = sum;
   };
+  // Of a whole panel, all that blocks of one slice have, behind the pieces of cut panels: [slice][block][each][kValues].
+  const auto whole_piece = [&](int slice, int whole) {
+    const int blocks = gridDim.y * gridDim.x, block = slice * gridDim.x + blockIdx.x;
+    return pieces + (size_t)(kAdders * blocks + block * each + whole) * kValues;
+  };
+  const auto finish = [&](int whole, int value, float sum) {
+    if constexpr (kSliced) whole_piece(blockIdx.y, whole)[value] = sum;
+    else store_value(first_whole + whole, value, sum);
+  };
   if (multiplies) {
     Own own;
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
-      const Range range = phase == 0 ? cut : whole;
-      int panel = range.first / chunks, chunk = range.first % chunks;
+      Start at = shared->starts[phase][warp];
+      int left = shared->firsts[phase][warp + 1] - shared->firsts[phase][warp];
+      bool begun = at.chunk == 0;  // by this warp, the present panel
       Sums sums = {};
-      // The sums of the present panel, of which this range has chunks up to `chunk`.
-      const auto leave = [&](bool to_end) {
-        add_groups(sums);
-        const bool begun = range.first <= panel * chunks;
-        float *piece = &shared->pieces[phase][warp][begun][0][0];
-        unrolled<kSums>([&](auto i) {
-          const Place place = place_of(lane, i.value);
-          if (place.m < ROWS) {
-            const int value = place.n * ROWS + place.m;
-            if (begun && to_end) store_value(panel, value, sums[i.value]);
-            else piece[value] = sums[i.value];
-          }
-          sums[i.value] = 0;
-        });
-      };
 #pragma unroll 1
-      for (int at = range.first; at < range.end;) {
-        const int count = min(CHUNKS, range.end - at);
+      while (left > 0) {
+        const int count = Asked{0, left, chunks - at.chunk}.step();
         const uint8_t *slot = ring.wait();
 #pragma unroll 1
         for (int c = 0; c < count; ++c) {
-          multiply(sums, InShared{slot + c * kChunkBytes, lane}, shared->slices[chunk], own, lane);
-          if (++chunk == chunks) leave(true), chunk = 0, ++panel;
+          multiply(sums, InShared{slot + c * kChunkBytes, lane}, shared->slices[at.chunk], own, lane);
+          const bool to_end = ++at.chunk == chunks;
+          if (--left > 0 && !to_end) continue;
+          add_groups(sums);
+          float *piece = &shared->pieces[phase][warp][begun][0][0];
+          // What depends on it shall not take up registers meanwhile.
+          const int again = __shfl_sync(GPU_FULL_MASK, lane, lane);
+          unrolled<kSums>([&](auto i) {
+            const Place place = place_of(again, i.value);
+            if (place.m < ROWS) {
+              const int value = place.n * ROWS + place.m;
+              if (phase == 1 && begun && to_end) finish(at.panel, value, sums[i.value]);
+              else piece[value] = sums[i.value];
+            }
+            sums[i.value] = 0;
+          });
+          if (to_end) at.chunk = 0, ++at.panel;
+          begun = true;
         }
-        at += count;
         __syncwarp();
         ask();
       }
-      if (chunk > 0 && range.first < range.end) leave(false);
       if (phase == 0) pieces_are_there(false);
     }
   } else {
     pieces_are_there(true);
-    const Range &range = share.of_phase[0];
-#pragma unroll 1
-    for (int panel = range.first / chunks + warp - WARPS; panel * chunks < range.end; panel += kAdders) {
-      const int first = panel * chunks, end = first + chunks;
+    const int touched = warp - WARPS, panel = (unsigned)cut.first / chunks + touched, first = panel * chunks;
+    if (first < cut.end) {
       float sums[kOfLane];
-      bool any = false;
-      unrolled<kOfLane>([&](auto i) {
-        const int value = i.value * 32 + lane;
-        sums[i.value] = 0;
-        if (i.value * 32 < kValues && value < kValues) any |= add_pieces(sums[i.value], 0, first, chunks, value, shared);
-      });
-      if (!__any_sync(GPU_FULL_MASK, any)) continue;
-      Cut of_panel{1, 0, 0};
-      if (first < range.first || range.end < end) {
-        of_panel.range = share.block_of(first);
-        of_panel.piece = blockIdx.x - of_panel.range, of_panel.pieces = share.block_of(end - 1) - of_panel.range + 1;
-      }
-      if (gather(sums, of_panel, Pieces<kOfLane, 32>{pieces}, counters + panel, shared->seen + warp - WARPS, lane,
-                 [] { __syncwarp(); }))
-        unrolled<kOfLane>([&](auto i) {
-          if (i.value * 32 + lane < kValues) store_value(panel, i.value * 32 + lane, sums[i.value]);
-        });
+      each_value(lane, [&](int i, int value) { add_pieces(sums[i], 0, first, chunks, value, shared); });
+      const int here = min(cut.end, first + chunks) - max(cut.first, first);
+      if (gather(sums, Walk{pieces, panel, cut_panels, slices}, touched, here, chunks_of_k, counters + panel, lane))
+        each_value(lane, [&](int i, int value) { store_value(panel, value, sums[i]); });
     }
   }
   __syncthreads();
+  const auto each_of_whole = [&](auto f) {
 #pragma unroll 1
-  for (int number = warp * 32 + lane; number < share.each * kValues; number += kThreads) {
-    const int first = share.of_phase[1].first + number / kValues * chunks, value = number % kValues;
+    for (int number = warp * 32 + lane; number < each * kValues; number += kThreads) f(number / kValues, number % kValues);
+  };
+  each_of_whole([&](int whole, int value) {
     float sum;
-    if (add_pieces(sum, 1, first, chunks, value, shared)) store_value(first / chunks, value, sum);
-  }
+    if (add_pieces(sum, 1, whole * chunks, chunks, value, shared)) finish(whole, value, sum);
+  });
+  if (!kSliced || each == 0) return;
+  // Blocks of the same whole panels have the counter of the first of these.
+  __threadfence();
+  __syncthreads();
+  int *counter = counters + first_whole;
+  if (warp == 0 && lane == 0) shared->seen = atomicAdd(counter, 1);
+  __syncthreads();
+  if (shared->seen + 1 != slices_of_k()) return;
+  __threadfence();
+  if (warp == 0 && lane == 0) *counter = 0;
+  each_of_whole([&](int whole, int value) {
+    float sum = 0;
+#pragma unroll 4
+    for (int slice = 0; slice < slices_of_k(); ++slice) sum += whole_piece(slice, whole)[value];
+    store_value(first_whole + whole, value, sum);
+  });
 }
 GPU_KERNEL(grouped_gemm_ranges)
 

@@ -46,52 +46,75 @@ struct alignas(16) Slice {
 
 // ---- x into shared memory: a warp takes 128 columns of one row ----
 
-// Columns 4 lane .. 4 lane + 3 as they are in memory, and as floats.
+// Two pairs of columns as they are in memory, and their numbers as floats.
 #if ACTIVATIONS == 0
-using Four = float4;
-__device__ __forceinline__ float float_of(const Four &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+using Pair = float2;
 #else
-using Four = uint2;
-__device__ __forceinline__ float float_of(const Four &v, int i) {
-  const uint16_t bits = (i < 2 ? v.x : v.y) >> 16 * (i % 2);
-  return ACTIVATIONS == 1 ? half_to_float(bits) : bf16_to_float(bits);
-}
+using Pair = uint32_t;
 #endif
+struct Four { Pair pair[2]; };
+__device__ __forceinline__ float float_of(const Four &v, int i) {
+#if ACTIVATIONS == 0
+  return i % 2 == 0 ? v.pair[i / 2].x : v.pair[i / 2].y;
+#else
+  const uint16_t bits = v.pair[i / 2] >> 16 * (i % 2);
+  return ACTIVATIONS == 1 ? half_to_float(bits) : bf16_to_float(bits);
+#endif
+}
 
-__device__ __forceinline__ Four read_four(const Activation *row, int column, int K) {
-  return column < K ? *reinterpret_cast<const Four *>(row + column) : Four{};
+// Of the 16 columns of a step those of lane t of an operand: 2 t and the next, which are its register 0, and those 8 further,
+// register 1. Lanes of a warp have the 8 steps of a chunk, four each, one step after the other.
+__device__ __forceinline__ Four read_four(const Activation *row, int chunk, unsigned lane, int K) {
+  const int column = chunk * kChunkColumns + lane / 4 * 16 + lane % 4 * 2;
+  Four four{};
+  if (column < K) unrolled<2>([&](auto i) { four.pair[i.value] = *reinterpret_cast<const Pair *>(row + column + 8 * i.value); });
+  return four;
+}
+
+__device__ __forceinline__ unsigned largest_of_warp(unsigned value) {
+#if GPU_CUDA
+  return __reduce_max_sync(GPU_FULL_MASK, value);
+#else
+  unrolled<5>([&](auto i) { value = max(value, __shfl_xor_sync(GPU_FULL_MASK, value, 1 << i.value)); });
+  return value;
+#endif
 }
 
 // All lanes of the warp, for the same row.
-__device__ __forceinline__ void split_row(Slice &slice, int row, const Four &four, int lane) {
+__device__ __forceinline__ void split_row(Slice &slice, int row, const Four &four, unsigned lane) {
   float x[4];
   unrolled<4>([&](auto i) { x[i.value] = float_of(four, i.value); });
   unsigned largest = 0;  // as the bits of its size, which are in the order of sizes; those of a NaN are above all
   unrolled<4>([&](auto i) { largest = max(largest, __float_as_uint(x[i.value]) & 0x7fffffffu); });
-  unrolled<5>([&](auto i) { largest = max(largest, __shfl_xor_sync(GPU_FULL_MASK, largest, 1 << i.value)); });
+  largest = largest_of_warp(largest);
   const unsigned exponent = max(largest >> 23, 15u);  // smaller ones: 2^126 is the largest factor
   const float factor = __uint_as_float(268 - exponent << 23);
   if (lane == 0) slice.unit[row] = __uint_as_float(exponent - 14 << 23);
 
-  // Of 16 columns, 2 t and the next are register 0 of lane t, those 8 further register 1; of a group's two 16, one after
-  // the other.
-  const int group = lane / 8, step = lane % 8 / 4, half = lane % 4 / 2, t = lane % 2 * 2;
-  const int tile = row / 8 % kTiles, column = kInTurn ? 2 * row : row % 8;
-  unrolled<2>([&](auto i) {
-    const float first = x[2 * i.value] * factor, second = x[2 * i.value + 1] * factor;
-    const uint32_t high = half_pair(first, second);
-    const auto place = [&](int operand, int column) -> uint32_t & {
-      return reinterpret_cast<uint32_t *>(&slice.operand[group][tile][operand][column][t + i.value])[2 * step + half];
+  unrolled<4>([&](auto i) { x[i.value] *= factor; });
+  uint2 high{half_pair(x[0], x[1]), half_pair(x[2], x[3])};
+  const int group = lane / 8, step = lane / 4 % 2, t = lane % 4, tile = row / 8 % kTiles;
+  const auto place = [&](int operand, int column) -> uint2 & {
+    return reinterpret_cast<uint2 *>(&slice.operand[group][tile][operand][column][t])[step];
+  };
+  if constexpr (kParts == 1) {
+    place(0, row % 8) = high;
+  } else {
+    // An infinity leaves nothing, and not infinity minus infinity.
+    const auto rest = [&](uint32_t bits, int i) {
+      const uint32_t both = half_pair(x[i] - half_to_float(uint16_t(bits)), x[i + 1] - half_to_float(uint16_t(bits >> 16)));
+      return largest < 0x7f800000 ? both : 0;
     };
-    place(0, column) = high;
-    if constexpr (kParts == 2) {
-      // An infinity leaves nothing, and not infinity minus infinity.
-      const auto rest = [](float whole, uint32_t bits) {
-        return (bits & 0x7c00) == 0x7c00 ? 0.f : whole - half_to_float(uint16_t(bits));
-      };
-      place(kOperands - 1, column + (kInTurn ? 1 : 0)) = half_pair(rest(first, high), rest(second, high >> 16));
+    uint2 low{rest(high.x, 0), rest(high.y, 2)};
+    if constexpr (kInTurn) {
+      // In the same banks are the high parts of all groups, and the low ones: every other group begins with these.
+      const int odd = group % 2;
+      place(0, 2 * row + odd) = odd ? low : high;
+      place(0, 2 * row + 1 - odd) = odd ? high : low;
+    } else {
+      place(0, row % 8) = high, place(kOperands - 1, row % 8) = low;
     }
-  });
+  }
 }
 
 // ---- a chunk of a panel as a lane reads it, from shared memory or from registers ----

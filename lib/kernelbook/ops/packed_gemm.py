@@ -8,7 +8,7 @@ in what activations are on the device, where that is not float32:
     wide_loads                          kernel 4: the article's strips and float arithmetic, enough bytes in flight
     panels, panels_f16, panels_bf16     kernel 5: matrix instructions on weights in their operands' order; up to 4 rows
     ring, ring_f16, ring_bf16           kernel 6: one block a multiprocessor, weights come by themselves
-    ranges, ranges_f16, ranges_bf16     kernel 7: no warp waits for another; up to 4 rows that fit into shared memory
+    ranges, ranges_f16, ranges_bf16     kernel 7: no warp waits for another; up to 4 rows
     wgmma_f16, wgmma_bf16               many rows, on Hopper: see `packed_wgmma`
 
     PackedGemm      a weight on a device, in one of the designs
@@ -44,6 +44,8 @@ WARPS = 8
 INT32_MAX = 2**31 - 1
 ADDERS = 4  # warps of kernel 7 that do not multiply, as compiled into 7_ranges.cu
 READ_MEANWHILE = 64 << 10  # bytes that a multiprocessor reads while blocks add up what they have of a panel, 2 us
+SLICES_END = 30    # What it takes a block of kernel 7 to add up slices, and to leave the sums of a panel of its slice:
+SLICES_PANEL = 11  # as long as that many pieces of x, of 128 columns of a row, at 16 ns each on the H200.
 
 SHARED = {"80": 163, "86": 99, "87": 163, "89": 99, "90a": 227, "100": 227, "103": 227, "120": 99, "121": 99}
 """KiB of shared memory that a block may have, by compute capability."""
@@ -285,42 +287,87 @@ class RangesForm:
 
 
 @dataclass(frozen=True)
+class RangesPlan:
+    """slices: of K. blocks: of the launch, for each slice. whole: panels of a block that are not cut."""
+
+    form: RangesForm
+    slices: int
+    blocks: int
+    whole: int
+
+
+@dataclass(frozen=True)
 class RangesDesign(_OnPanels):
     """Kernel 7. activations: what x is on the device.
 
-    form: how it is compiled; None chooses by shape. blocks: of the launch; None takes one a multiprocessor, or fewer.
+    form: how it is compiled. slices: of K. blocks: of the launch, for each slice. None chooses by shape.
     """
 
     form: RangesForm | None = None
+    slices: int | None = None
     blocks: int | None = None
     kernel = "ranges"
     max_rows = 4
 
-    def source(self, precision: str, form: RangesForm) -> Source:
-        return _source("grouped_gemm/7_ranges.cu", precision, self.activations, form)
+    def source(self, precision: str, form: RangesForm, sliced: bool) -> Source:
+        return _source("grouped_gemm/7_ranges.cu", precision, self.activations, form, SLICED=int(sliced))
 
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
-        return [self.source(precision, self._form(precision, m)) for precision in packing.CODE_BITS for m in (1, 2, 4)]
+        return [self.source(precision, self._form(precision, m), sliced)
+                for precision in packing.CODE_BITS for m in (1, 2, 4) for sliced in (False, True)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
-        if reason := _too_many(m, self.max_rows) or _no_mma(backend):
-            return reason
+        if not (reason := _too_many(m, self.max_rows) or _no_mma(backend)):
+            try:
+                self.plan(backend, weights, m)
+            except ValueError as error:
+                return str(error)
+        return reason
+
+    def plan(self, backend: Backend, weights, m: int) -> RangesPlan:
+        """Raises ValueError for more slices than K has chunks, where a slice of x and the rings do not fit into shared
+        memory, and for a product of more chunks than the kernel counts."""
         form = self.form or self._form(weights.precision, m)
         panels, chunks = math.ceil(weights.n / packing.ROWS), math.ceil(weights.k / packing.COLUMNS)
-        needed, limit = self.shared(weights.precision, form, chunks), shared_limit(backend)
-        if needed > limit:
-            return f"x of {m} x {weights.k} and the rings take {needed} bytes of shared memory; a block has {limit}"
+        limit = shared_limit(backend)
+        room = (limit - self.shared(weights.precision, form, 0)) // _slice_bytes(self.activations, form.rows)
+        slices = self.slices or self._slices(panels, chunks, room, form.rows, backend.multiprocessors)
+        if slices > chunks:
+            raise ValueError(f"{slices} slices of K = {weights.k}, which has {chunks} chunks of {packing.COLUMNS}")
+        if (most := math.ceil(chunks / slices)) > room:
+            needed = self.shared(weights.precision, form, most)
+            raise ValueError(f"x of {m} x {weights.k} in {slices} slices of K and the rings take {needed} bytes of "
+                             f"shared memory; a block has {limit}")
         if panels * chunks * form.warps > INT32_MAX:
-            return f"weights {weights.n} x {weights.k} have more chunks than the kernel counts"
-        return None
+            raise ValueError(f"weights {weights.n} x {weights.k} have more chunks than the kernel counts")
+        if self.blocks or slices > 1:
+            blocks = self.blocks or max(1, backend.multiprocessors // slices)
+        else:
+            blocks = self._blocks(panels, chunks, packing.CHUNK_BYTES[weights.precision], backend.multiprocessors)
+        blocks = min(blocks, panels * (chunks // slices))
+        # Panels that are left over are cut, and where these are few, whose pieces would be many, one more a block.
+        whole, left_over = divmod(panels, blocks)
+        return RangesPlan(form, slices, blocks, whole - (whole > 0 and 0 < 2 * left_over < blocks))
 
-    def _blocks(self, panels, chunks, chunk_bytes, multiprocessors):
+    @staticmethod
+    def _slices(panels, chunks, room, rows, multiprocessors):
+        """The more there are, the less of x a block brings and the more sums it leaves to others: up to four, or as few
+        as fit. No more than these where blocks have a panel each, of which they leave nothing to others."""
+        least = min(math.ceil(chunks / max(room, 1)), chunks)
+        if panels <= multiprocessors:
+            return least
+
+        def cost(slices):
+            sums = SLICES_END + SLICES_PANEL * slices * panels / multiprocessors
+            return rows * chunks / slices + (sums if slices > 1 else 0)
+        return min([slices for slices in (1, 2, 4) if least <= slices <= chunks] or [least], key=cost)
+
+    @staticmethod
+    def _blocks(panels, chunks, chunk_bytes, multiprocessors):
         """Of few panels, one for each, unless adding up pieces takes less time than cutting them saves; then as many as
         make equal parts, where that takes no block much longer."""
-        if self.blocks:
-            return min(self.blocks, panels * chunks)
         if panels <= multiprocessors:
             even = panels * chunks / multiprocessors
             if (chunks - even) * chunk_bytes <= READ_MEANWHILE:
@@ -328,7 +375,7 @@ class RangesDesign(_OnPanels):
             each = multiprocessors // panels
             if math.ceil(chunks / each) <= math.ceil(even * 1.1):
                 return panels * min(each, chunks)
-        return min(multiprocessors, panels * chunks)
+        return multiprocessors
 
     @staticmethod
     def _form(precision: str, m: int) -> RangesForm:
@@ -336,33 +383,33 @@ class RangesDesign(_OnPanels):
         return RangesForm(_power(m), 16, 2 if precision == "int4" else 1, 2)
 
     def shared(self, precision: str, form: RangesForm, chunks: int) -> int:
-        """Bytes of dynamic shared memory, as struct Shared of 7_ranges.cu has them. chunks: along K."""
-        pieces = 4 * form.warps * 4 * packing.ROWS * form.rows
-        return (_aligned(form.slots * _slot_bytes(precision, form) + pieces + 8 * (form.warps + 1) + 4 * ADDERS, 16)
+        """Bytes of dynamic shared memory, as struct Shared of 7_ranges.cu has them. chunks: of a slice of K."""
+        pieces, starts, firsts = 16 * form.warps * packing.ROWS * form.rows, 16 * form.warps, 8 * (form.warps + 1)
+        return (_aligned(form.slots * _slot_bytes(precision, form) + pieces + starts + firsts + 4, 16)
                 + chunks * _slice_bytes(self.activations, form.rows))
 
     def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
-        m, n, k = len(x), weights.n, weights.k
-        form = self.form or self._form(weights.precision, m)
-        panels, chunks = math.ceil(n / packing.ROWS), math.ceil(k / packing.COLUMNS)
-        blocks = self._blocks(panels, chunks, packing.CHUNK_BYTES[weights.precision], backend.multiprocessors)
-        kernel = backend.compile(self.source(weights.precision, form)).kernel("grouped_gemm_ranges")
-        shared = self.shared(weights.precision, form, chunks)
-        pieces, counters = _fixup(backend, 2 * blocks * 32 * 4, panels)
-        args = [data, x, out, pieces, counters, *map(np.int32, (m, n, k))]
+        plan = self.plan(backend, weights, len(x))
+        form, slices, blocks = plan.form, plan.slices, plan.blocks
+        panels, chunks = math.ceil(weights.n / packing.ROWS), math.ceil(weights.k / packing.COLUMNS)
+        kernel = backend.compile(self.source(weights.precision, form, slices > 1)).kernel("grouped_gemm_ranges")
+        shared = self.shared(weights.precision, form, math.ceil(chunks / slices))
+        left = ADDERS * blocks * slices + (panels * slices if slices > 1 else 0)
+        pieces, counters = _fixup(backend, left * packing.ROWS * form.rows, panels)
+        args = [data, x, out, pieces, counters, *map(np.int32, (len(x), weights.n, weights.k, plan.whole))]
 
         def launch():
-            kernel((blocks, 1, 1), (32, form.warps + ADDERS, 1), args, shared, overlap)
+            kernel((blocks, slices, 1), (32, form.warps + ADDERS, 1), args, shared, overlap)
             return out
         return launch
 
 
 # As panels.h, schedule.h and struct Shared of kernels 6 and 7 have them.
 
-def _source(file, precision, activations, form):
+def _source(file, precision, activations, form, **more):
     return Source(file, _constants(precision, activations, form.rows) | {
-        "WARPS": form.warps, "CHUNKS": form.chunks, "SLOTS": form.slots})
+        "WARPS": form.warps, "CHUNKS": form.chunks, "SLOTS": form.slots} | more)
 
 
 def _constants(precision, activations, rows):
