@@ -47,6 +47,8 @@ __device__ __forceinline__ void copy_bulk(void *shared, const void *global, int 
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(barrier.address()), "l"(policy) : "memory");
 }
+// What this thread knows to be in memory is there for copies that it asks for from now on.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // The box whose first element is (column, row); what lies outside of the matrix is 0. To all `blocks` of the cluster, at
 // the same place of each one's shared memory, and each one's barrier is told.
 template <int blocks>

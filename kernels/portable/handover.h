@@ -1,11 +1,18 @@
 // Which steps of which tile a cluster multiplies, and how tiles that were cut are put together, where blocks may wait.
 //
-// Each range first takes whole tiles, in step with the others, so that all read the same columns of x at the same time.
-// What is left of the tiles lies in a row, which is cut into even ranges, and a range is worked through from its end to its
-// beginning. So it starts with the beginning of a tile, leaves those sums in memory for who has the tile's end, and goes
-// on; and it ends with the end of a tile, whose other sums, made at the start of the range before, have long come. Only
-// sums of ranges shorter than a tile are waited for. An owner waits for ranges before its own, which have begun before
-// it, and give before they wait: somebody can always go on. Sums are added in one order: a result repeats to the bit.
+// Each range has whole tiles, in step with the others, so that all read the same columns of x at the same time. What is
+// left of the tiles lies in a row, which is cut into even ranges. There are two ways to add up their sums; either adds in
+// one order, so that a result repeats to the bit.
+//
+// By the range that has a tile's end, last: a range is worked through from its end to its beginning. So it starts with
+// the beginning of a tile, leaves those sums in memory for who has the tile's end, and goes on; and it ends with the end of
+// a tile, whose other sums, made at the start of the range before, have long come. Only sums of ranges shorter than a tile
+// are waited for. An owner waits for ranges before its own, which have begun before it, and give before they wait:
+// somebody can always go on. Best for few sums: one wait, for what has come.
+//
+// By all, evenly: the row comes first, and all of it is left in memory; after the whole tiles each range adds up an even
+// share of the sums. All ranges have to run at once. Best for many sums: an owner of a tile in five parts reads five times
+// the sums that it has itself, while most ranges have none to add.
 //
 // schedule.h, where nobody waits, costs an owner three round trips through L2 more, and a giver two.
 #pragma once
@@ -18,70 +25,134 @@ struct Work { int tile, first, end; };  // steps first .. end - 1 of a tile
 // an int. Tiles are numbered along tokens first: neighbours read the same weights.
 struct Ranges {
   int tiles, steps, range, ranges, whole;  // this range, of how many; whole tiles of each
+  bool evenly;                             // the row first, its sums to be added up by all
   int row, begin, end;                     // steps of the row; what is left of this range
   int turn = 0;
 
-  __device__ __forceinline__ Ranges(int tiles, int steps, int range, int ranges, int whole)
-      : tiles(tiles), steps(steps), range(range), ranges(ranges), whole(whole) {
+  __device__ __forceinline__ Ranges(int tiles, int steps, int range, int ranges, int whole, bool evenly)
+      : tiles(tiles), steps(steps), range(range), ranges(ranges), whole(whole), evenly(evenly) {
     row = max(tiles - whole * ranges, 0) * steps;
     begin = range * row / ranges, end = (range + 1) * row / ranges;
   }
   __device__ __forceinline__ bool next(Work &work) {
-    if (turn < whole) {
-      work = {turn++ * ranges + range, 0, steps};
-      return work.tile < tiles;  // if not, there is no row
+    if (begin < end && (evenly || turn == whole)) {
+      const int tile = (end - 1) / steps, first = max(begin, tile * steps);
+      work = {whole * ranges + tile, first - tile * steps, end - tile * steps};
+      end = first;
+      return true;
     }
-    if (begin == end) return false;
-    const int tile = (end - 1) / steps, first = max(begin, tile * steps);
-    work = {whole * ranges + tile, first - tile * steps, end - tile * steps};
-    end = first;
-    return true;
+    if (turn == whole) return false;
+    work = {turn++ * ranges + range, 0, steps};
+    return work.tile < tiles;  // if not, there is no row
   }
-  __device__ __forceinline__ bool is_given(const Work &work) const { return work.end < steps; }
+  __device__ __forceinline__ bool is_last() const { return begin == end && turn == whole; }
+  // Whether its sums are left in memory.
+  __device__ __forceinline__ bool is_given(const Work &work) const {
+    return evenly ? work.tile >= whole * ranges : work.end < steps;
+  }
+  // The range that has a step of the row.
+  __device__ __forceinline__ int range_of(int step) const { return ((step + 1) * ranges - 1) / row; }
   // The first of the ranges that give to this one; the others follow, up to its own.
   __device__ __forceinline__ int first_giver(const Work &work) const {
-    if (work.first == 0) return range;
-    const int step = (work.tile - whole * ranges) * steps;
-    return ((step + 1) * ranges - 1) / row;
+    return work.first == 0 ? range : range_of((work.tile - whole * ranges) * steps);
   }
+  // Where the sums of a range's part of a tile are left, if all are: each range and each tile of the row begins another.
+  __device__ __forceinline__ int part(int range, int tile) const { return range + tile - whole * ranges; }
 };
 
 #if GPU_HAS_WGMMA
-// What warps leave to each other: sums, [ranges][places][count / 4][32 lanes], and whether they are there, 0 before a
-// launch and after it. A range gives at most once. place: of a warp in the cluster; equal warps have equal rows, and
-// neither waits for others of its block.
+// What warps leave to each other: sums, [ranges or parts][places][count / 4][32 lanes]. place: of a warp in the cluster;
+// equal warps have equal rows, and none waits for others of its block.
 template <int count, int places> struct Handover {
   float4 *sums;
-  int *there;
+  int *there;  // 0 before the first launch. [ranges][places], whether sums are there; evenly: [places][kApart], who arrived
+  static constexpr int kApart = 32;  // of places that all arrive at: atomics on one sector go one after the other
 
-  __device__ __forceinline__ void give(const float (&own)[count], int range, int place, int lane) const {
-    const int slot = range * places + place;
-    float4 *to = sums + slot * (count / 4 * 32) + lane;
+  __device__ __forceinline__ float4 *sums_of(int part, int place, int lane) const {
+    return sums + (part * places + place) * (count / 4 * 32) + lane;
+  }
+  __device__ __forceinline__ void leave(const float (&own)[count], int part, int place, int lane) const {
+    float4 *to = sums_of(part, place, lane);
     unrolled<count / 4>([&](auto i) {
       const float *four = own + 4 * i.value;
       to[i.value * 32] = make_float4(four[0], four[1], four[2], four[3]);
     });
     __syncwarp();
-    if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(there + slot) : "memory");
+  }
+
+  // ---- to the range that has the tile's end; a range gives at most once
+
+  // Says that what was left is there. It waits until memory has it, which goes unnoticed some time after `leave`.
+  __device__ __forceinline__ void give(int range, int place, int lane) const {
+    if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(there + range * places + place) : "memory");
+  }
+  __device__ __forceinline__ void wait_for(int giver, int place) const {
+    int *flag = there + giver * places + place;
+    while (!acquire(flag)) {}
+    *flag = 0;
   }
   __device__ __forceinline__ void take(float (&own)[count], int first, int end, int place, int lane) const {
     if (first == end) return;
-    for (int giver = first + lane; giver < end; giver += 32) {  // each lane waits for one
-      int *flag = there + giver * places + place, is_there;
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is_there) : "l"(flag) : "memory");
-      while (!is_there);
-      *flag = 0;
-    }
+    for (int giver = first + lane; giver < end; giver += 32) wait_for(giver, place);  // each lane one
     __syncwarp();
 #pragma unroll(count < 32 ? 32 / count : 1)  // so many registers to load into, or those of one giver
     for (int giver = first; giver < end; ++giver) {
-      const float4 *from = sums + (giver * places + place) * (count / 4 * 32) + lane;
-      unrolled<count / 4>([&](auto i) {
-        const float4 four = __ldcg(from + i.value * 32);  // written while this kernel runs
-        float *to = own + 4 * i.value;
-        to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
-      });
+      const float4 *from = sums_of(giver, place, lane);
+      unrolled<count / 4>([&](auto i) { add(own + 4 * i.value, __ldcg(from + i.value * 32)); });
     }
+  }
+  // Or sums that a copy has brought into shared memory, as they were left.
+  static __device__ __forceinline__ void take(float (&own)[count], const float4 *brought, int lane) {
+    unrolled<count / 4>([&](auto i) { add(own + 4 * i.value, brought[i.value * 32 + lane]); });
+  }
+
+  // ---- to all, evenly
+
+  // What this warp left is there. Counts from 0 to 2 ranges - 1 and again, so that a launch leaves no work to the next: the
+  // ranges of one make the first half of a turn, or the second. Returns which, in lane 0.
+  __device__ __forceinline__ bool arrive(int ranges, int place, int lane) const {
+    int before = 0;
+    if (lane == 0)
+      asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                   : "=r"(before) : "l"(there + place * kApart), "r"(2 * ranges - 1) : "memory");
+    return before >= ranges;
+  }
+  __device__ __forceinline__ void wait_for_all(bool half, int ranges, int place, int lane) const {
+    if (lane == 0)
+      while ((acquire(there + place * kApart) >= ranges) == half) {}
+    __syncwarp();
+  }
+  // Adds up a range's share of the sums of this place, by fours of a lane: store(tile, i, four sums) has those from i on.
+  template <class Store>
+  __device__ __forceinline__ void add_up(const Ranges &range, int place, int lane, Store store) const {
+    const int fours = range.row / range.steps * (count / 4), end = (range.range + 1) * fours / range.ranges;
+#pragma unroll 1
+    for (int four = range.range * fours / range.ranges; four < end; ++four) {
+      const int i = four % (count / 4), of_row = four / (count / 4), tile = range.whole * range.ranges + of_row;
+      const int last = range.range_of((of_row + 1) * range.steps - 1);
+      float sum[4] = {};
+#pragma unroll 1
+      for (int giver = range.range_of(of_row * range.steps); giver <= last; giver += kGivers) {
+        float4 parts[kGivers] = {};
+        unrolled<kGivers>([&](auto g) {
+          if (giver + g.value <= last)
+            parts[g.value] = __ldcg(sums_of(range.part(giver + g.value, tile), place, lane) + i * 32);
+        });
+        unrolled<kGivers>([&](auto g) { add(sum, parts[g.value]); });
+      }
+      store(tile, 4 * i, sum);
+    }
+  }
+
+ private:
+  static constexpr int kGivers = 8;  // whose sums a lane asks for at a time
+  static __device__ __forceinline__ void add(float *to, const float4 &four) {  // written while this kernel runs
+    to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
+  }
+  static __device__ __forceinline__ int acquire(const int *flag) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
   }
 };
 

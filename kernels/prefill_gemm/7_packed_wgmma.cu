@@ -10,7 +10,9 @@
 // A warpgroup turns the codes of some columns into weights while its products of those before run, and the warpgroups
 // drift apart. Activations and weights have stages of their own: a chunk of a panel has 128 columns, too many of x.
 //
-// Cut tiles are put together as handover.h has it: what a block gives to another it has at the beginning.
+// Cut tiles are put together as handover.h has it: what a block gives to another it has at the beginning. Sums of many tokens
+// take microseconds to read: they come into the stages of x, behind its last ones, while those are multiplied. Of few
+// tokens, where a tile has parts of many blocks, all blocks add up evenly what all of them left.
 //
 // Few tokens are a matter of bytes, and of what launches cost that follow each other. A block of half a multiprocessor
 // leaves room for one of the next launch, which fills its stages with weights while this one hands over and ends.
@@ -23,8 +25,15 @@
 // 17408 x 5120, M = 512 125.6 / 121.9 us (727 and 749 TFLOP/s; 761), 5120 x 17408 126.3 / 121.9 (722, 749; 741), 5120 x 6144
 // 47.7 / 46.0 (676, 700; 714). Where tiles are cut it stays behind: 10240 x 5120 78.5 / 75.8 us, cuBLAS 71.5. M = 16 25.0 / 19.2
 // us, 3.79 and 2.62 TB/s, with room for the next launch; without it 25.8 / 21.0, and alone 30.2 / 26.1. Float out took 3 us more
-// at M = 512; a handover that warps do for themselves 1 to 2 us less. Warpgroups that take columns of the same rows in turns
-// were 3 to 10% faster for few tokens, and wrong: copies end in any order, and a parity tells only one phase from the next.
+// at M = 512; a handover that warps do for themselves 1 to 2 us less.
+// Then, each beside the kernel before it: of 10240 x 5120, M = 512, reading others' sums took 2.1 us, leaving one's own 0.9 and
+// storing 2.9, and of 5120 x 17408 4.1, 1.1 and 1.8; with sums that come as stages do 1.0% and 0.5% less time with int4, 2.3%
+// and 0.9% with int8, but more with 64 tokens. To add up evenly, with a block for each multiprocessor rather than as many for
+// each tile: int4, M = 16, 5120 x 17408 20.3 to 18.7 us, 5120 x 6144 11.2 to 10.2; with 64 tokens and more twice the sums are
+// read, and it lost. Blocks fewer than multiprocessors, and room for two: those without a block get two of the next launch
+// (13 us instead of 10.4). Tried in vain: codes read a turn ahead, and x waited for later (5% slower), two blocks on a
+// multiprocessor that both multiply (8% slower), warpgroups that take columns of the same rows in turns (with stages
+// of their own, without which copies that end in any order are taken for one another: slower but for a few shapes).
 //
 // There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
 //
@@ -53,6 +62,12 @@ constexpr int kStep = 64;               // columns of x in a stage: 128 bytes, w
 constexpr int kWidth = 2 * kStep;       // bytes
 constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
+constexpr int kWarps = 4 * GROUPS;              // that multiply
+// Sums of few tokens all blocks may add up evenly; of many, each is told of them later, and gets them by copies.
+constexpr bool kFew = TILE_TOKENS <= 32, kMany = TILE_TOKENS >= 128;
+constexpr int kLater = 2;  // chunks after sums were left, when memory has them
+constexpr int kWarpsOfStage = 2 / BANDS;       // whose sums have the size of a stage of x
+constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(GROUPS >= 2 && GROUPS <= 4 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
@@ -65,6 +80,7 @@ constexpr int kMultiplyRegisters = (kLaunched * (GROUPS + 1) - kCopyRegisters) /
 // Groups of 32 columns that become weights at a time: two, if there are registers for all sums, for weights that are being
 // made and for those being multiplied.
 constexpr int kAhead = BANDS * (kSums + 32) + 36 <= kMultiplyRegisters ? 2 : 1;
+
 
 struct Block {
   alignas(1024) uint16_t x[X_STAGES][TILE_TOKENS][kStep];
@@ -142,15 +158,16 @@ using Out = uint16_t;
 using Out = float;
 #endif
 
-// Writes a warp's sums of 16 rows and of tokens by 8 to out [M][N], `row` and `token` being the first of them.
+// Writes a warp's sums of 16 rows and of 2 count tokens to out [M][N], `row` and `token` being the first of them.
 #if NARROW_OUT
 // A lane has two tokens of a row, and memory the rows of a token side by side: 8 x 8 are transposed, then lanes exchange
 // halves, so that each has four rows of a token, 8 bytes, and four lanes a sector.
-__device__ __forceinline__ void store(Out *out, const float (&sums)[kSums], int row, int token, int M, int N, int lane) {
+template <int count>
+__device__ __forceinline__ void store(Out *out, const float (&sums)[count], int row, int token, int M, int N, int lane) {
   const auto pair = [](float first, float second) { return BF16 ? bf16_pair(first, second) : half_pair(first, second); };
   const bool is_odd = lane % 2;
-  uint2 four[kSums / 4];
-  unrolled<kSums / 4>([&](auto j) {
+  uint2 four[count / 4];
+  unrolled<count / 4>([&](auto j) {
     const float *of_8 = sums + 4 * j.value;
     const uint32_t upper = transposed_8x8(pair(of_8[0], of_8[1])), lower = transposed_8x8(pair(of_8[2], of_8[3]));
     const uint32_t theirs = __shfl_xor_sync(GPU_FULL_MASK, is_odd ? upper : lower, 1);
@@ -159,12 +176,12 @@ __device__ __forceinline__ void store(Out *out, const float (&sums)[kSums], int 
   row += is_odd * 8 + lane % 4 / 2 * 4, token += lane / 4;
   Out *to = out + (size_t)token * N + row;
   if (N % 4 == 0) {
-    unrolled<kSums / 4>([&](auto j) {
+    unrolled<count / 4>([&](auto j) {
       if (token + 8 * j.value < M && row < N) *reinterpret_cast<uint2 *>(to) = four[j.value];
       to += (size_t)8 * N;
     });
   } else {  // rows are not at multiples of 8 bytes
-    unrolled<kSums / 4>([&](auto j) {
+    unrolled<count / 4>([&](auto j) {
       unrolled<4>([&](auto i) {
         const uint32_t two = i.value < 2 ? four[j.value].x : four[j.value].y;
         if (token + 8 * j.value < M && row + i.value < N) to[i.value] = uint16_t(two >> i.value % 2 * 16);
@@ -174,10 +191,11 @@ __device__ __forceinline__ void store(Out *out, const float (&sums)[kSums], int 
   }
 }
 #else
-__device__ __forceinline__ void store(Out *out, const float (&sums)[kSums], int row, int token, int M, int N, int lane) {
+template <int count>
+__device__ __forceinline__ void store(Out *out, const float (&sums)[count], int row, int token, int M, int N, int lane) {
   row += lane / 4, token += lane % 4 * 2;
   Out *to = out + (size_t)token * N + row;
-  unrolled<kSums>([&](auto i) {  // of 8 tokens + 0, + 1, of rows + 0, + 8
+  unrolled<count>([&](auto i) {  // of 8 tokens + 0, + 1, of rows + 0, + 8
     constexpr int later = i.value / 4 * 8 + i.value % 2, below = i.value % 4 / 2 * 8;
     if (token + later < M && row + below < N) to[(size_t)later * N + below] = sums[i.value];
   });
@@ -191,11 +209,12 @@ __device__ __forceinline__ void store(Out *out, const float (&sums)[kSums], int 
 #endif
 
 // out [M][N] of x [M][K], by its map of boxes of kShare x 64, and w [N / 16][K / 128] chunks of panels, rounded up; rows
-// of w beyond N and columns beyond K count as 0. sums, there, whole: see handover.h; a step is a chunk, a range a cluster's.
+// of w beyond N and columns beyond K count as 0. sums, there, whole, evenly: see handover.h; a step is a chunk, a range a
+// cluster's.
 // Grid: as many blocks as run at once, or fewer, whole clusters; block: 32 x 4 (GROUPS + 1).
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(kThreads, kBlocks)
 packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x, Out *__restrict__ out, float4 *sums_left,
-             int *there, int M, int N, int K, int whole) {
+             int *there, int M, int N, int K, int whole, int evenly) {
   GPU_DYNAMIC_SHARED(char, unaligned);
   const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
   Block &block = *reinterpret_cast<Block *>(unaligned + (1024 - misaligned) % 1024);
@@ -205,7 +224,10 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const int token_tiles = (M + TILE_TOKENS - 1) / TILE_TOKENS, row_tiles = (N + CLUSTER * kRows - 1) / (CLUSTER * kRows);
   const int chunks = (K + kChunk - 1) / kChunk;
   const auto row_tile_of = [&](const Work &work) { return work.tile / token_tiles * CLUSTER + rank; };
-  const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole); };
+  const bool by_all = kFew && evenly;
+  const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all); };
+  // Warps with rows of their own: none waits for another of its block.
+  const Handover<BANDS * kSums, CLUSTER * kWarps> handover{sums_left, there};
   Work work;
 
   let_next_launch_begin();
@@ -222,19 +244,42 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
 
   if (warp / 4 == GROUPS) {
     give_registers<kCopyRegisters>();
-    if (warp % 4 == 0 && lane == 0) {  // x, without which nothing is multiplied, left or stored
+    if (warp % 4 == 0) {  // x, without which nothing is multiplied, left or stored
       await_launch_before();
       Ranges range = own_range();
       Turn<X_STAGES> x_turn;
+      const auto bring = [&](auto copy) {  // into the next stage
+        PhaseBarrier &full = block.x_full[x_turn.stage];
+        block.x_empty[x_turn.stage].wait(x_turn.parity ^ 1);
+        arrive_expecting(full, TILE_TOKENS * kWidth);
+        copy(block.x[x_turn.stage], full);
+        x_turn.next();
+      };
       while (range.next(work)) {
         const int token = work.tile % token_tiles * TILE_TOKENS + rank * kShare;
+        if (lane == 0) {
 #pragma unroll 1
-        for (int column = work.first * kChunk; column < work.end * kChunk; column += kStep) {
-          PhaseBarrier &full = block.x_full[x_turn.stage];
-          block.x_empty[x_turn.stage].wait(x_turn.parity ^ 1);
-          arrive_expecting(full, TILE_TOKENS * kWidth);
-          copy_box<CLUSTER>(block.x[x_turn.stage][rank * kShare], x, column, token, full);
-          x_turn.next();
+          for (int column = work.first * kChunk; column < work.end * kChunk; column += kStep)
+            bring([&](auto &stage, PhaseBarrier &full) { copy_box<CLUSTER>(stage[rank * kShare], x, column, token, full); });
+        }
+        if (!kMany || range.is_given(work)) continue;
+        // Sums that others left, while the last steps are multiplied.
+        constexpr int kGivers = 32 / kWarps;  // that lanes wait for at a time, and for each of their warps
+#pragma unroll 1
+        for (int giver = range.first_giver(work); giver < range.range; giver += kGivers) {
+          const int givers = min(kGivers, range.range - giver);
+          __syncwarp();
+          if (lane < givers * kWarps) handover.wait_for(giver + lane / kWarps, rank * kWarps + lane % kWarps);
+          __syncwarp();
+          if (lane == 0) {
+            fence_copies();
+#pragma unroll 1
+            for (int i = 0; i < givers * kSumStages; ++i)
+              bring([&](auto &stage, PhaseBarrier &full) {
+                const float4 *left = handover.sums_of(giver + i / kSumStages, rank * kWarps + i % kSumStages * kWarpsOfStage, 0);
+                copy_bulk(stage, left, TILE_TOKENS * kWidth, full, cache_policy(false));
+              });
+          }
         }
       }
     }
@@ -270,9 +315,20 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         if (lane < CLUSTER) arrive_at(block.x_empty[stage], lane);
       }
     };
+    const int of_cluster = rank * kWarps + warp;
+    const auto row_of = [&](int tile, int band) {
+      return ((tile / token_tiles * CLUSTER + rank) * kPanels + first_panel + band * 4) * kPanelRows;
+    };
+    const auto token_of = [&](int tile) { return tile % token_tiles * TILE_TOKENS; };
     Ranges range = own_range();
     Turn<X_STAGES> x_turn;
     Turn<W_STAGES> w_turn;
+    bool half = false;  // of the turn that ranges arrive in
+    bool is_owed = false;  // sums that were left, to be given
+    const auto give = [&] {
+      if (is_owed) handover.give(range.range, of_cluster, lane);
+      is_owed = false;
+    };
 
     while (range.next(work)) {
       const int count = work.end - work.first;
@@ -281,6 +337,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
 #pragma unroll 1
       for (int at = 0; at < count; ++at) {
         const int of_stage = at % W_CHUNKS;
+        if (kMany && at == kLater) give();
         if (of_stage == 0) block.w_full[w_turn.stage].wait(w_turn.parity);
         const uint8_t *panel = block.w[w_turn.stage][first_panel] + of_stage * kChunkBytes;
         uint32_t scales[BANDS][4], codes[BANDS][4];
@@ -335,18 +392,42 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
 
       using Sums = float[BANDS * kSums];
       Sums &all = reinterpret_cast<Sums &>(sums);
-      // Warps with rows of their own: none waits for another of its block.
-      const Handover<BANDS * kSums, CLUSTER * GROUPS * 4> handover{sums_left, there};
-      const int of_cluster = rank * GROUPS * 4 + warp;
-      if (range.is_given(work)) {
-        handover.give(all, range.range, of_cluster, lane);
-        continue;
+      const bool is_given = range.is_given(work);
+      if (by_all) {
+        if (is_given) handover.leave(all, range.part(range.range, work.tile), of_cluster, lane);
+        if (range.is_last()) half = handover.arrive(clusters, of_cluster, lane);  // by now memory has what was left
+      } else if (is_given) {
+        handover.leave(all, range.range, of_cluster, lane);
+        is_owed = true;
+        if (!kMany) give();
+      } else {
+        give();
+        const int giver = range.first_giver(work);
+        if constexpr (!kMany) {
+          handover.take(all, giver, range.range, of_cluster, lane);
+        } else {
+          Turn<X_STAGES> turn = x_turn;  // who takes sums has nothing left to multiply
+#pragma unroll 1
+          for (int i = 0; i < (range.range - giver) * kSumStages; ++i) {
+            block.x_full[turn.stage].wait(turn.parity);
+            if (i % kSumStages == warp / kWarpsOfStage) {
+              const float4 *brought = reinterpret_cast<const float4 *>(block.x[turn.stage]);
+              handover.take(all, brought + warp % kWarpsOfStage * (kSums / 4 * 32), lane);
+            }
+            __syncwarp();
+            release_x(turn.stage);
+            turn.next();
+          }
+        }
       }
-      handover.take(all, range.first_giver(work), range.range, of_cluster, lane);
-      const int token = work.tile % token_tiles * TILE_TOKENS;
-      const int row = (row_tile_of(work) * kPanels + first_panel) * kPanelRows;
-      unrolled<BANDS>([&](auto b) {
-        store(out, sums[b.value], row + b.value * 4 * kPanelRows, token, M, N, lane);
+      if (!is_given)
+        unrolled<BANDS>([&](auto b) { store(out, sums[b.value], row_of(work.tile, b.value), token_of(work.tile), M, N, lane); });
+    }
+    give();
+    if (by_all) {
+      handover.wait_for_all(half, clusters, of_cluster, lane);
+      handover.add_up(range, of_cluster, lane, [&](int tile, int i, const float (&four)[4]) {
+        store(out, four, row_of(tile, i / kSums), token_of(tile) + i % kSums * 2, M, N, lane);
       });
     }
   }

@@ -42,13 +42,13 @@ def test_machine_code(name, precision, tokens, room, narrow):
     assert resources["spill_bytes"] == resources["stack_bytes"] == 0
     assert "serialized" not in log
     assert len(re.findall(rf"HGMMA\.64x{tokens}x16\.F32", compiled.assembly)) == 8 * form.bands
-    assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1
+    assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1 + (tokens >= 128)  # of w; of sums
     boxes, = re.findall(r"UTMALDG\.2D\S*", compiled.assembly)
     assert boxes == ("UTMALDG.2D.MULTICAST" if form.cluster > 1 else "UTMALDG.2D")
     # the next launch may begin; this one asks for x when the one before has ended
     assert compiled.assembly.index("PREEXIT") < compiled.assembly.index("ACQBULK") < compiled.assembly.index(boxes)
     assert compiled.assembly.count("ACQBULK") == 1
-    eights = form.bands * tokens // 8
+    eights = form.bands * tokens // 8 + (tokens <= op.MOST_EVENLY)  # and those that all add up
     assert len(re.findall(r"MOVM\.16\.MT88", compiled.assembly)) == narrow * 2 * eights
     assert len(re.findall(r"STG\.E\.64 ", compiled.assembly)) == narrow * eights
     assert resources["registers"] * form.threads * (1 + room) <= 65536
@@ -67,38 +67,54 @@ def test_stages_fit(precision, form):
 
 WALK = """
 #include "handover.h"
-// works [ranges][room][4]: tile, first, end, first giver; ranges are blocks
-extern "C" __global__ void walk(int *works, int tiles, int steps, int whole, int room) {
+// works [ranges][room][6]: tile, first, end, whether given, the first of the ranges that have a part of the tile, part
+// if all are given; ranges are blocks
+extern "C" __global__ void walk(int *works, int tiles, int steps, int whole, int evenly, int room) {
   if (threadIdx.x) return;
-  Ranges range(tiles, steps, blockIdx.x, gridDim.x, whole);
-  int *to = works + blockIdx.x * room * 4;
-  for (Work work; range.next(work); to += 4) {
-    to[0] = work.tile, to[1] = work.first, to[2] = work.end;
-    to[3] = range.is_given(work) ? -1 : range.first_giver(work);
+  Ranges range(tiles, steps, blockIdx.x, gridDim.x, whole, evenly);
+  int *to = works + blockIdx.x * room * 6;
+  for (Work work; range.next(work); to += 6) {
+    const int of_row = work.tile - whole * range.ranges;
+    to[0] = work.tile, to[1] = work.first, to[2] = work.end, to[3] = range.is_given(work);
+    to[4] = !evenly ? range.first_giver(work) : of_row >= 0 ? range.range_of(of_row * steps) : -1;
+    to[5] = range.part(range.range, work.tile);
+    if (range.is_last()) to[9] = -9;  // of what comes next: nothing
   }
 }
 GPU_KERNEL(walk)
 """
+WALKS = [(1, 1, 1, 0), (1, 40, 7, 0), (4, 16, 16, 0), (3, 5, 7, 0), (68, 20, 66, 0), (68, 40, 66, 1), (136, 40, 132, 0),
+         (120, 48, 120, 1), (5, 3, 4, 2), (80, 48, 66, 1), (80, 48, 66, 0), (272, 9, 132, 1)]
 
 
-@pytest.mark.parametrize("tiles, steps, ranges, whole", [
-    (1, 1, 1, 0), (1, 40, 7, 0), (4, 16, 16, 0), (3, 5, 7, 0), (68, 20, 66, 0), (68, 40, 66, 1), (136, 40, 132, 0),
-    (120, 48, 120, 1), (5, 3, 4, 2), (80, 48, 66, 1), (80, 48, 66, 0), (272, 9, 132, 1)])
-def test_ranges_have_every_step_once_and_wait_for_those_before(simulator, tmp_path, tiles, steps, ranges, whole):
+def walk(simulator, tmp_path, tiles, steps, ranges, whole, evenly):
+    """Of each range its works: tile, first, end, is given, the first range that has a part of the tile, part."""
     (tmp_path / "walk.cu").write_text(WALK)
-    room = tiles + 2
-    works = simulator.array(np.full((ranges, room, 4), -7, np.int32))
-    args = [works, *map(np.int32, (tiles, steps, whole, room))]
+    room = tiles + 3
+    works = simulator.array(np.full((ranges, room, 6), -7, np.int32))
+    args = [works, *map(np.int32, (tiles, steps, whole, evenly, room))]
     simulator.compile(str(tmp_path / "walk.cu")).kernel("walk")((ranges, 1, 1), (32, 1, 1), args)
-    done, given = np.zeros((tiles, steps), int), {}
-    lengths = []
-    for own, walked in enumerate(simulator.numpy(works)):
-        walked = [tuple(map(int, work)) for work in walked if work[0] != -7]
-        lengths.append(sum(end - first for _, first, end, _ in walked))
-        for i, (tile, first, end, giver) in enumerate(walked):
-            done[tile, first:end] += 1
+    found = [[tuple(map(int, work)) for work in own if work[0] != -7] for own in simulator.numpy(works)]
+    if tiles > whole * ranges:
+        assert all(end[len(own), 3] == -9 for own, end in zip(found, simulator.numpy(works), strict=True))
+    done, lengths = np.zeros((tiles, steps), int), []
+    for own in found:
+        lengths.append(sum(end - first for _, first, end, *_ in own))
+        for tile, first, end, *_ in own:
             assert end > first
-            if giver < 0:  # once, and before it waits for others
+            done[tile, first:end] += 1
+    assert (done == 1).all()
+    row = max(tiles - whole * ranges, 0) * steps
+    assert not row or max(lengths) - min(lengths) <= 1
+    return found
+
+
+@pytest.mark.parametrize("tiles, steps, ranges, whole", WALKS)
+def test_ranges_have_every_step_once_and_wait_for_those_before(simulator, tmp_path, tiles, steps, ranges, whole):
+    given = {}
+    for own, walked in enumerate(walk(simulator, tmp_path, tiles, steps, ranges, whole, False)):
+        for i, (tile, first, end, is_given, giver, _) in enumerate(walked):
+            if is_given:  # once, and before it waits for others
                 assert own not in given and i <= whole
                 given[own] = tile, first, end
             elif first:  # waits last, and for those before
@@ -108,9 +124,25 @@ def test_ranges_have_every_step_once_and_wait_for_those_before(simulator, tmp_pa
                 assert parts[0][1] == 0 and [part[2] for part in parts] == [part[1] for part in parts[1:]] + [first]
             else:
                 assert giver == own
-    assert (done == 1).all()
-    row = max(tiles - whole * ranges, 0) * steps
-    assert not row or max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("tiles, steps, ranges, whole", [walk for walk in WALKS if walk[0] > walk[2] * walk[3]])
+def test_evenly_all_of_the_row_is_left_first(simulator, tmp_path, tiles, steps, ranges, whole):
+    parts = {}
+    for own, walked in enumerate(walk(simulator, tmp_path, tiles, steps, ranges, whole, True)):
+        assert [work[3] for work in walked] == sorted((work[3] for work in walked), reverse=True)
+        assert sum(not work[3] for work in walked) == whole
+        for tile, first, end, is_given, giver, part in walked:
+            assert is_given == (tile >= whole * ranges)
+            if is_given:
+                assert part not in parts and 0 <= part < ranges + tiles - whole * ranges
+                parts[part] = tile, first, end, own, giver
+    by_tile = {}
+    for part in sorted(parts):
+        by_tile.setdefault(parts[part][0], []).append(parts[part])
+    for of_tile in by_tile.values():  # the ranges from the first on, in one order
+        assert [first for _, first, *_ in of_tile] == [0] + [end for _, _, end, *_ in of_tile[:-1]]
+        assert [own for *_, own, _ in of_tile] == list(range(of_tile[0][4], of_tile[0][4] + len(of_tile)))
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 1])
@@ -121,6 +153,8 @@ def test_plans_are_what_the_kernel_can_do(multiprocessors):
                 assert 1 <= plan.blocks <= multiprocessors and plan.steps * 128 >= k
                 assert plan.tiles * plan.form.cluster * plan.form.rows * plan.form.tokens >= m * n
                 assert plan.cut_steps == 0 or plan.ranges <= plan.cut_steps <= (2**31 - 1) // plan.ranges
+                assert not plan.evenly or plan.cut_steps
+                assert not plan.form.room or plan.ranges == min(multiprocessors, plan.tiles * plan.steps)
                 assert plan.whole * plan.ranges + plan.cut_steps // plan.steps >= plan.tiles
 
 
@@ -135,13 +169,21 @@ def test_what_is_chosen(precision):
     assert chosen(8, 17408, 5120)[0] == 8
 
 
+def test_all_add_up_evenly_what_many_have_parts_of():
+    def plan(m, n, k):
+        return op.DESIGNS["wgmma_f16"].plan(SimpleNamespace(multiprocessors=132), weight(n, k, "int4"), m, True)
+    assert plan(16, 5120, 17408).evenly and plan(8, 5120, 6144).evenly and not plan(16, 17408, 5120).evenly
+    assert not any(plan(m, 5120, 17408).evenly for m in (64, 128, 512))
+
+
 def test_room_is_for_launches_that_overlap():
-    def plan(m, overlap):
+    def plan(m, overlap, precision="int4"):
         backend = SimpleNamespace(multiprocessors=132)
-        return op.DESIGNS["wgmma_f16"].plan(backend, weight(17408, 5120, "int4"), m, overlap)
+        return op.DESIGNS["wgmma_f16"].plan(backend, weight(17408, 5120, precision), m, overlap)
     assert not any(plan(m, False).form.room for m in (1, 8, 16, 32, 64, 512))
     assert all(plan(m, True).form.room for m in (1, 8, 16, 32))
     assert plan(512, True) == plan(512, False)
+    assert plan(16, True, "int8").form.room and not plan(32, True, "int8").form.room  # which has two stages of w
 
 
 def test_says_why_not(simulator):
@@ -214,7 +256,7 @@ def test_every_plan_of_a_form(hopper, form, precision, narrow, more):
     out = room[guard:-guard].reshape(m, n)
     for plan in op.plans(m, n, k, hopper.multiprocessors, [form]):
         call = design.launch(hopper, panels, data, given, out, plan, overlap=True)
-        for _ in range(2):
+        for _ in range(3):
             x = rng.standard_normal((m, k)).astype(np.float16)
             given[...] = hopper.array(x)
             room.fill(7), out.fill(np.nan)

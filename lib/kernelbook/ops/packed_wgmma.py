@@ -95,22 +95,28 @@ FORMS = (Form(8, 4, chunks=2), Form(8, 2, chunks=4), Form(16, 4), Form(16, 2, ch
 @dataclass(frozen=True)
 class Plan:
     """form: of the tiles. tiles: of the product, each of all blocks of a cluster. steps: chunks along K. ranges:
-    clusters of the launch. whole: tiles that each of them has first; the rest is cut, if there is one."""
+    clusters of the launch. whole: tiles that each of them has; the rest is cut, if there is one. evenly: all ranges add
+    up the sums of what is cut, not just those that have the end of a tile."""
 
     form: Form
     tiles: int
     steps: int
     ranges: int
     whole: int
+    evenly: bool = False
 
     @property
     def blocks(self) -> int:
         return self.ranges * self.form.cluster
 
     @property
+    def cut_tiles(self) -> int:
+        return max(self.tiles - self.whole * self.ranges, 0)
+
+    @property
     def cut_steps(self) -> int:
         """Of the tiles that are cut, one after the other."""
-        return max(self.tiles - self.whole * self.ranges, 0) * self.steps
+        return self.cut_tiles * self.steps
 
     @property
     def steps_of_range(self) -> int:
@@ -120,7 +126,13 @@ class Plan:
     @property
     def scratch(self) -> int:
         """Float32 numbers that blocks need to leave sums in."""
-        return self.blocks * self.form.rows * self.form.tokens if self.cut_steps else 0
+        parts = (self.ranges + (self.cut_tiles if self.evenly else 0)) * self.form.cluster
+        return parts * self.form.rows * self.form.tokens if self.cut_steps else 0
+
+    @property
+    def flags(self) -> int:
+        """Whole numbers of what is there, as handover.h has them."""
+        return 4 * self.form.groups * self.form.cluster * (32 if self.evenly else self.ranges)
 
 
 # Nanoseconds on an H200, and bytes in one, as far as plans are to be compared, fitted to launches that overlap; those
@@ -128,10 +140,12 @@ class Plan:
 OF_A_LAUNCH, ROOM_SAVES = 1500, 1000  # to begin and to end; where blocks of the next launch have room meanwhile
 OF_A_CLOCK = 0.5  # of the tensor cores, as power lets them be
 TOKENS_MORE = 60  # that a product takes: to make its weights, and to read them from registers
-OF_A_CHUNK, OF_A_ROW = 210, 2.34  # at least: what waits for what, and instructions, of a chunk and of a row of it
+OF_A_CHUNK, OF_A_ROW = 210, 2.7  # at least: what waits for what, and instructions, of a chunk and of a row of it
 L2_BYTES, MEMORY_BYTES = 44, 4150  # to one multiprocessor, and to all
 SUMS_BYTES = 67  # sums left or written
 OF_A_GIFT, OF_A_GIVER = 900, 100  # sums that are left, and each time that some are taken
+MOST_EVENLY = 32  # tokens of a tile: of more, too many sums would be left
+OF_A_MEETING = 1300  # of all ranges, and to begin to add up
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
 
@@ -143,12 +157,15 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
         most = multiprocessors // form.cluster
         if not most:
             continue
-        yield Plan(form, tiles, steps, min(tiles, most), math.ceil(tiles / most))  # nothing is cut
-        for ranges in {most, *range(2 * tiles, most + 1, tiles)}:
+        if not form.room:
+            yield Plan(form, tiles, steps, min(tiles, most), math.ceil(tiles / most))  # nothing is cut
+        # A multiprocessor that has room and no block gets two of the next launch, while others have none.
+        for ranges in {most, *range(2 * tiles, most + 1, tiles)} if not form.room else {min(most, tiles * steps)}:
             for whole in {tiles // ranges, max(tiles // ranges - 1, 0)}:
-                plan = Plan(form, tiles, steps, ranges, whole)
-                if ranges <= plan.cut_steps <= INT32_MAX // ranges:
-                    yield plan
+                for evenly in (False, True) if form.tokens <= MOST_EVENLY else (False,):
+                    plan = Plan(form, tiles, steps, ranges, whole, evenly)
+                    if ranges <= plan.cut_steps <= INT32_MAX // ranges:
+                        yield plan
 
 
 def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
@@ -164,8 +181,12 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     given = 0
     if plan.cut_steps:
         givers = math.ceil(plan.ranges * plan.steps / plan.cut_steps)  # ranges that have a part of a tile
-        given = sums + OF_A_GIFT + givers * (sums + OF_A_GIVER)
-    written = math.ceil(plan.tiles / plan.ranges) * sums
+        if plan.evenly:
+            parts = (plan.ranges + plan.cut_tiles) / plan.ranges
+            given = OF_A_MEETING + givers * OF_A_GIVER + (2 * parts + plan.cut_tiles / plan.ranges) * sums
+        else:
+            given = sums + OF_A_GIFT + givers * (sums + OF_A_GIVER)
+    written = (plan.whole if plan.evenly else math.ceil(plan.tiles / plan.ranges)) * sums
     return (OF_A_LAUNCH - form.room * ROOM_SAVES + max(plan.steps_of_range * step, read / MEMORY_BYTES)
             + given + written)
 
@@ -213,9 +234,10 @@ class WgmmaDesign:
         return None
 
     def plan(self, backend: Backend, weights, m: int, overlap=False) -> Plan:
-        """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other."""
+        """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other, and they lose
+        by it where half of shared memory holds no more than two stages of w."""
         shape = m, weights.n, weights.k
-        forms = [form for form in self.forms if overlap or not form.room]
+        forms = [form for form in self.forms if not form.room or overlap and form.stages(weights.precision)[1] > 2]
         return min(plans(*shape, backend.multiprocessors, forms),
                    key=lambda plan: nanoseconds(plan, *shape, weights.precision))
 
@@ -242,9 +264,8 @@ class WgmmaDesign:
         boxes = backend.tensor_map(x, (form.tokens // form.cluster, STEP))
         if sums is None:
             sums = backend.empty(max(plan.scratch, 4), np.float32)
-        warps = 4 * plan.blocks * form.groups  # that multiply
-        there = backend.array(np.zeros(warps, np.int32))  # left as they are found
-        args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole))]
+        there = backend.array(np.zeros(plan.flags, np.int32))
+        args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole, plan.evenly))]
         block, size = (32, form.threads // 32, 1), form.shared(weights.precision)
 
         def launch():
