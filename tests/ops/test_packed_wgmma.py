@@ -273,7 +273,7 @@ def test_products_follow_each_other_with_nothing_between(hopper, form):
     """Each output, of 16 bits, is the next one's activations, and what that writes over."""
     m, size, design = form.tokens, 2048, op.DESIGNS["wgmma_f16"]
     panels = packing.random_panels(np.random.default_rng(5), size, size, "int4")
-    panels.data[..., -128:].view(np.float16)[...] = 2.0**-8  # products about as large as what is multiplied
+    panels.data[..., -128:].view(np.float16)[...] = 2.0**-9  # half a code, which all of w has, doubles each time
     data, x = hopper.array(panels.data), np.random.default_rng(m).standard_normal((m, size)).astype(np.float16)
     for plan in op.plans(m, size, size, hopper.multiprocessors, [form]):
         ends = []

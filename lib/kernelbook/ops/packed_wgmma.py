@@ -234,7 +234,7 @@ class WgmmaDesign:
         return None
 
     def plan(self, backend: Backend, weights, m: int, overlap=False) -> Plan:
-        """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other, and they lose
+        """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other, and lose
         by it where half of shared memory holds no more than two stages of w."""
         shape = m, weights.n, weights.k
         forms = [form for form in self.forms if not form.room or overlap and form.stages(weights.precision)[1] > 2]
