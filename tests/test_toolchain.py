@@ -136,6 +136,16 @@ def test_headers_come_from_the_source(tmp_path, source):
     assert "use" in toolchain.compile_cuda(source(text), "80").kernels
 
 
+def test_an_edited_source_or_header_is_another_kernel(tmp_path, source):
+    header = tmp_path / "one.h"
+    header.write_text("#define VALUE 1\n")
+    first = source('#include "one.h"\n').hash
+    assert source('#include "one.h"\n').hash == first
+    header.write_text("#define VALUE 22\n")
+    second = source('#include "one.h"\n').hash
+    assert len({first, second, source('#include "one.h"\n// more\n').hash}) == 3
+
+
 @nvidia
 def test_toolkit_headers_are_found(source):
     text = """

@@ -9,6 +9,7 @@ A is M x K, B is K x N, D is M x N. An element is a byte of an int8 operand, 16 
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from math import gcd
 
 import numpy as np
@@ -292,6 +293,7 @@ def _tokens():
                     yield f"{i.name}_{operand}_{load}", Tokens(i, load, operand)
 
 
+@cache
 def header() -> str:
     """Text of `fragments.h`: every map as a constexpr `fragments::NAME`, the functions `row` and `column`, and every
     Tokens as `fragments::NAME_OPERAND_LOAD` with the functions `token`, `k_of` and `step_of`.

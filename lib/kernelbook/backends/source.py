@@ -3,13 +3,29 @@
 import hashlib
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from kernelbook import ROOT, fragments
 
 KERNELS = ROOT / "kernels"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)
+
+
+def _text(file: Path) -> str:
+    """Of a source as it is now: who edits a kernel runs what it then says. Launches ask for it over and over."""
+    now = file.stat()
+    return _read(file, now.st_mtime_ns, now.st_size)
+
+
+@cache
+def _read(file: Path, changed: int, size: int) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+@cache
+def _includes(text: str) -> list[str]:
+    return _INCLUDE.findall(text)
 
 
 class BackendUnavailable(RuntimeError):
@@ -55,7 +71,7 @@ class Source:
 
     @cached_property
     def text(self) -> str:
-        return self.file.read_text(encoding="utf-8")
+        return _text(self.file)
 
     @property
     def flags(self) -> list[str]:
@@ -71,7 +87,7 @@ class Source:
         found: dict[str, str] = {}
 
         def visit(text):
-            for name in _INCLUDE.findall(text):
+            for name in _includes(text):
                 if name in found:
                     continue
                 if name == "fragments.h":
@@ -82,7 +98,7 @@ class Source:
                 if file is None:
                     raise FileNotFoundError(f"{self.path} includes {name!r}, found neither in "
                                             + " nor in ".join(str(p.parent) for p in places))
-                found[name] = file.read_text(encoding="utf-8")
+                found[name] = _text(file)
                 visit(found[name])
 
         visit(self.text)
