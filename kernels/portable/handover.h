@@ -11,8 +11,9 @@
 // somebody can always go on. Best for few sums: one wait, for what has come.
 //
 // By all, evenly: the row comes first, and all of it is left in memory; after the whole tiles each range adds up an even
-// share of the sums. All ranges have to run at once. Best for many sums: an owner of a tile in five parts reads five times
-// the sums that it has itself, while most ranges have none to add.
+// share of the sums. Best for tiles of many parts, of which an owner would read one after the other while most ranges have
+// none to add. But all ranges have to run at once: where two blocks fit on a multiprocessor and a launch has one for each,
+// launches of two streams do, of three they may wait for each other for ever.
 //
 // schedule.h, where nobody waits, costs an owner three round trips through L2 more, and a giver two.
 #pragma once

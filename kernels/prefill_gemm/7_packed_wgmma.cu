@@ -12,7 +12,7 @@
 //
 // Cut tiles are put together as handover.h has it: what a block gives to another it has at the beginning. Sums of many tokens
 // take microseconds to read: they come into the stages of x, behind its last ones, while those are multiplied. Of few
-// tokens, where a tile has parts of many blocks, all blocks add up evenly what all of them left.
+// tokens, where a tile has parts of many blocks and multiprocessors have room, all blocks add up evenly what all of them left.
 //
 // Few tokens are a matter of bytes, and of what launches cost that follow each other. A block of half a multiprocessor
 // leaves room for one of the next launch, which fills its stages with weights while this one hands over and ends.
@@ -63,8 +63,7 @@ constexpr int kWidth = 2 * kStep;       // bytes
 constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
 constexpr int kWarps = 4 * GROUPS;              // that multiply
-// Sums of few tokens all blocks may add up evenly; of many, each is told of them later, and gets them by copies.
-constexpr bool kFew = TILE_TOKENS <= 32, kMany = TILE_TOKENS >= 128;
+constexpr bool kMany = TILE_TOKENS >= 128;      // tokens, whose sums copies bring
 constexpr int kLater = 2;  // chunks after sums were left, when memory has them
 constexpr int kWarpsOfStage = 2 / BANDS;       // whose sums have the size of a stage of x
 constexpr int kSumStages = kWarps / kWarpsOfStage;
@@ -224,7 +223,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const int token_tiles = (M + TILE_TOKENS - 1) / TILE_TOKENS, row_tiles = (N + CLUSTER * kRows - 1) / (CLUSTER * kRows);
   const int chunks = (K + kChunk - 1) / kChunk;
   const auto row_tile_of = [&](const Work &work) { return work.tile / token_tiles * CLUSTER + rank; };
-  const bool by_all = kFew && evenly;
+  const bool by_all = ROOM && evenly;
   const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all); };
   // Warps with rows of their own: none waits for another of its block.
   const Handover<BANDS * kSums, CLUSTER * kWarps> handover{sums_left, there};

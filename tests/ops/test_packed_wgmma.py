@@ -48,7 +48,7 @@ def test_machine_code(name, precision, tokens, room, narrow):
     # the next launch may begin; this one asks for x when the one before has ended
     assert compiled.assembly.index("PREEXIT") < compiled.assembly.index("ACQBULK") < compiled.assembly.index(boxes)
     assert compiled.assembly.count("ACQBULK") == 1
-    eights = form.bands * tokens // 8 + (tokens <= op.MOST_EVENLY)  # and those that all add up
+    eights = form.bands * tokens // 8 + room  # and those that all add up
     assert len(re.findall(r"MOVM\.16\.MT88", compiled.assembly)) == narrow * 2 * eights
     assert len(re.findall(r"STG\.E\.64 ", compiled.assembly)) == narrow * eights
     assert resources["registers"] * form.threads * (1 + room) <= 65536
@@ -153,7 +153,7 @@ def test_plans_are_what_the_kernel_can_do(multiprocessors):
                 assert 1 <= plan.blocks <= multiprocessors and plan.steps * 128 >= k
                 assert plan.tiles * plan.form.cluster * plan.form.rows * plan.form.tokens >= m * n
                 assert plan.cut_steps == 0 or plan.ranges <= plan.cut_steps <= (2**31 - 1) // plan.ranges
-                assert not plan.evenly or plan.cut_steps
+                assert not plan.evenly or plan.cut_steps and plan.form.room
                 assert not plan.form.room or plan.ranges == min(multiprocessors, plan.tiles * plan.steps)
                 assert plan.whole * plan.ranges + plan.cut_steps // plan.steps >= plan.tiles
 

@@ -537,7 +537,8 @@ class PackedGemm:
         bfloat16, it may be of that: half of the bytes, and a rounding more, within the design's bound.
         overlap: the call may begin while the launch before it in its stream still ends (programmatic dependent launch,
         on NVIDIA GPUs from sm_90; elsewhere it changes nothing): it then reads weights, which no launch shortly before
-        may have written, and waits with all else. A design that is not made for that is a ValueError.
+        may have written, and waits with all else. Blocks of such a call may wait until all of them run: at most two
+        streams at a time may have such calls. A design that is not made for that is a ValueError.
         Values are not looked at: a NaN or an infinity in a row of x makes outputs of that row NaN or infinite.
         Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
         alignment, for more rows than the design takes, and where `out` shares memory with `x` or the weights.

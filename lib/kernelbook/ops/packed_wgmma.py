@@ -144,7 +144,6 @@ OF_A_CHUNK, OF_A_ROW = 210, 2.7  # at least: what waits for what, and instructio
 L2_BYTES, MEMORY_BYTES = 44, 4150  # to one multiprocessor, and to all
 SUMS_BYTES = 67  # sums left or written
 OF_A_GIFT, OF_A_GIVER = 900, 100  # sums that are left, and each time that some are taken
-MOST_EVENLY = 32  # tokens of a tile: of more, too many sums would be left
 OF_A_MEETING = 1300  # of all ranges, and to begin to add up
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
@@ -162,7 +161,7 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
         # A multiprocessor that has room and no block gets two of the next launch, while others have none.
         for ranges in {most, *range(2 * tiles, most + 1, tiles)} if not form.room else {min(most, tiles * steps)}:
             for whole in {tiles // ranges, max(tiles // ranges - 1, 0)}:
-                for evenly in (False, True) if form.tokens <= MOST_EVENLY else (False,):
+                for evenly in (False, True) if form.room else (False,):
                     plan = Plan(form, tiles, steps, ranges, whole, evenly)
                     if ranges <= plan.cut_steps <= INT32_MAX // ranges:
                         yield plan
