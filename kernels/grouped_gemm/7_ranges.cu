@@ -50,6 +50,7 @@
 // Warps that add up pieces of cut panels, a panel each, of which a block has part of up to three. With four, 160 pieces of x
 // come in one round: 4 rows of 5120.
 constexpr int kAdders = 4;
+static_assert(WARPS >= 2, "a block's part of the cut panels is less than two, and a warp leaves two pieces");
 constexpr int kWarps = WARPS + kAdders, kThreads = 32 * kWarps;
 constexpr int kValues = kPanelRows * ROWS, kOfLane = (kValues + 31) / 32;  // of a panel; of those of a lane, at most
 

@@ -8,12 +8,12 @@
 // the beginning of a tile, leaves those sums in memory for who has the tile's end, and goes on; and it ends with the end of
 // a tile, whose other sums, made at the start of the range before, have long come. Only sums of ranges shorter than a tile
 // are waited for. An owner waits for ranges before its own, which have begun before it, and give before they wait:
-// somebody can always go on. Best for few sums: one wait, for what has come.
+// somebody can always go on. Best for tiles of few parts, which have come long before.
 //
 // By all, evenly: the row comes first, and all of it is left in memory; after the whole tiles each range adds up an even
 // share of the sums. Best for tiles of many parts, of which an owner would read one after the other while most ranges have
-// none to add. But all ranges have to run at once: where two blocks fit on a multiprocessor and a launch has one for each,
-// launches of two streams do, of three they may wait for each other for ever.
+// none to add. But all ranges have to run at once: where every multiprocessor has room for two blocks and a launch has one
+// for each, blocks of two streams' launches do; those of three may wait for each other for ever.
 //
 // schedule.h, where nobody waits, costs an owner three round trips through L2 more, and a giver two.
 #pragma once
@@ -63,7 +63,7 @@ struct Ranges {
 
 #if GPU_HAS_WGMMA
 // What warps leave to each other: sums, [ranges or parts][places][count / 4][32 lanes]. place: of a warp in the cluster;
-// equal warps have equal rows, and none waits for others of its block.
+// equal warps have equal rows, and none waits for others of its block, unless copies bring the sums.
 template <int count, int places> struct Handover {
   float4 *sums;
   int *there;  // 0 before the first launch. [ranges][places], whether sums are there; evenly: [places][kApart], who arrived

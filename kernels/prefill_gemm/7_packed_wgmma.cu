@@ -68,7 +68,7 @@ constexpr int kLater = 2;  // chunks after sums were left, when memory has them
 constexpr int kWarpsOfStage = 2 / BANDS;       // whose sums have the size of a stage of x
 constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
-static_assert(GROUPS >= 2 && GROUPS <= 4 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
+static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
 
 // A block takes a multiprocessor, or with ROOM half of it, so that blocks of the next launch may bring weights meanwhile.
@@ -225,7 +225,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const auto row_tile_of = [&](const Work &work) { return work.tile / token_tiles * CLUSTER + rank; };
   const bool by_all = ROOM && evenly;
   const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all); };
-  // Warps with rows of their own: none waits for another of its block.
+  // Warps have rows of their own: unless copies bring sums, none waits for another of its block.
   const Handover<BANDS * kSums, CLUSTER * kWarps> handover{sums_left, there};
   Work work;
 

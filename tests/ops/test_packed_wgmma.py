@@ -67,18 +67,17 @@ def test_stages_fit(precision, form):
 
 WALK = """
 #include "handover.h"
-// works [ranges][room][6]: tile, first, end, whether given, the first of the ranges that have a part of the tile, part
-// if all are given; ranges are blocks
+// works [ranges][room][7]: tile, first, end, whether given, the first of the ranges that have a part of the tile, part
+// if all are given, whether it is the last; ranges are blocks
 extern "C" __global__ void walk(int *works, int tiles, int steps, int whole, int evenly, int room) {
   if (threadIdx.x) return;
   Ranges range(tiles, steps, blockIdx.x, gridDim.x, whole, evenly);
-  int *to = works + blockIdx.x * room * 6;
-  for (Work work; range.next(work); to += 6) {
+  int *to = works + blockIdx.x * room * 7;
+  for (Work work; range.next(work); to += 7) {
     const int of_row = work.tile - whole * range.ranges;
     to[0] = work.tile, to[1] = work.first, to[2] = work.end, to[3] = range.is_given(work);
     to[4] = !evenly ? range.first_giver(work) : of_row >= 0 ? range.range_of(of_row * steps) : -1;
-    to[5] = range.part(range.range, work.tile);
-    if (range.is_last()) to[9] = -9;  // of what comes next: nothing
+    to[5] = range.part(range.range, work.tile), to[6] = range.is_last();
   }
 }
 GPU_KERNEL(walk)
@@ -90,13 +89,13 @@ WALKS = [(1, 1, 1, 0), (1, 40, 7, 0), (4, 16, 16, 0), (3, 5, 7, 0), (68, 20, 66,
 def walk(simulator, tmp_path, tiles, steps, ranges, whole, evenly):
     """Of each range its works: tile, first, end, is given, the first range that has a part of the tile, part."""
     (tmp_path / "walk.cu").write_text(WALK)
-    room = tiles + 3
-    works = simulator.array(np.full((ranges, room, 6), -7, np.int32))
+    room = tiles + 2
+    works = simulator.array(np.full((ranges, room, 7), -7, np.int32))
     args = [works, *map(np.int32, (tiles, steps, whole, evenly, room))]
     simulator.compile(str(tmp_path / "walk.cu")).kernel("walk")((ranges, 1, 1), (32, 1, 1), args)
     found = [[tuple(map(int, work)) for work in own if work[0] != -7] for own in simulator.numpy(works)]
-    if tiles > whole * ranges:
-        assert all(end[len(own), 3] == -9 for own, end in zip(found, simulator.numpy(works), strict=True))
+    if tiles > whole * ranges:  # or the last may be a tile that is not there
+        assert all([work[6] for work in own] == [0] * (len(own) - 1) + [1] for own in found)
     done, lengths = np.zeros((tiles, steps), int), []
     for own in found:
         lengths.append(sum(end - first for _, first, end, *_ in own))
@@ -113,7 +112,7 @@ def walk(simulator, tmp_path, tiles, steps, ranges, whole, evenly):
 def test_ranges_have_every_step_once_and_wait_for_those_before(simulator, tmp_path, tiles, steps, ranges, whole):
     given = {}
     for own, walked in enumerate(walk(simulator, tmp_path, tiles, steps, ranges, whole, False)):
-        for i, (tile, first, end, is_given, giver, _) in enumerate(walked):
+        for i, (tile, first, end, is_given, giver, *_) in enumerate(walked):
             if is_given:  # once, and before it waits for others
                 assert own not in given and i <= whole
                 given[own] = tile, first, end
@@ -132,11 +131,14 @@ def test_evenly_all_of_the_row_is_left_first(simulator, tmp_path, tiles, steps, 
     for own, walked in enumerate(walk(simulator, tmp_path, tiles, steps, ranges, whole, True)):
         assert [work[3] for work in walked] == sorted((work[3] for work in walked), reverse=True)
         assert sum(not work[3] for work in walked) == whole
-        for tile, first, end, is_given, giver, part in walked:
+        for tile, first, end, is_given, giver, part, _ in walked:
             assert is_given == (tile >= whole * ranges)
             if is_given:
                 assert part not in parts and 0 <= part < ranges + tiles - whole * ranges
                 parts[part] = tile, first, end, own, giver
+    form = next(form for form in op.FORMS if form.room)
+    scratch = op.Plan(form, tiles, steps, ranges, whole, evenly=True).scratch
+    assert max(parts) < scratch // (form.rows * form.tokens)
     by_tile = {}
     for part in sorted(parts):
         by_tile.setdefault(parts[part][0], []).append(parts[part])
@@ -195,6 +197,15 @@ def test_says_why_not(simulator):
     assert "K a multiple of 8, not 100" in design.why_not(hopper, weight(64, 100, "int4"), 8)
 
 
+def test_blocks_that_all_wait_for_each_other_must_fit():
+    room, other = (next(form for form in op.FORMS if form.room == has and form.tokens == 16) for has in (True, False))
+    backend, x, w = SimpleNamespace(multiprocessors=132), np.zeros((16, 5120), np.float16), weight(17408, 5120, "int4")
+    for plan in (op.Plan(room, 68, 40, 264, 0, evenly=True), op.Plan(other, 68, 40, 132, 0, evenly=True),
+                 op.Plan(room, 132, 40, 132, 1, evenly=True)):
+        with pytest.raises(ValueError, match="wait for each other.*132 multiprocessors"):
+            op.DESIGNS["wgmma_f16"].launch(backend, w, None, x, x, plan)
+
+
 # ---- multiplied
 
 @pytest.fixture(scope="module")
@@ -248,23 +259,38 @@ def test_every_plan_of_a_form(hopper, form, precision, narrow, more):
     there, and nothing is written beside out."""
     m, n, k = 2 * form.tokens + 3, 2 * form.rows * form.cluster + more, 1376
     design, rng = op.DESIGNS["wgmma_f16"], np.random.default_rng((form.tokens, n))
+    counters = []
+
+    class Watched:  # the backend; its last array is what blocks tell each other
+        def __getattr__(self, name):
+            return getattr(hopper, name)
+
+        def array(self, numbers):
+            counters.append(hopper.array(np.concatenate([numbers, np.full(guard, 7, numbers.dtype)])))
+            return counters[-1][:-guard]
     panels = packing.random_panels(rng, n, k, precision)
     w = packing.unpack(panels).dequantize(np.float64).astype(np.float16).astype(np.float64)
     data, given = hopper.array(panels.data), hopper.empty((m, k), np.float16)
-    guard = 64  # numbers on either side, so that out is at a multiple of 16 bytes
+    guard = 64  # numbers on either side, so that what is between is at a multiple of 16 bytes
     room = hopper.empty(m * n + 2 * guard, np.float16 if narrow else np.float32)
     out = room[guard:-guard].reshape(m, n)
-    for plan in op.plans(m, n, k, hopper.multiprocessors, [form]):
-        call = design.launch(hopper, panels, data, given, out, plan, overlap=True)
-        for _ in range(3):
+    # as of few multiprocessors, too: whole tiles before those that are cut, and ranges with parts of two tiles
+    for plan in {plan for few in (hopper.multiprocessors, 14, 8) for plan in op.plans(m, n, k, few, [form])}:
+        sums = hopper.empty(max(plan.scratch, 4) + 2 * guard, np.float32)
+        sums.fill(7)
+        call = design.launch(Watched(), panels, data, given, out, plan, overlap=True, sums=sums[guard:-guard])
+        for turn in range(3):
             x = rng.standard_normal((m, k)).astype(np.float16)
             given[...] = hopper.array(x)
             room.fill(7), out.fill(np.nan)
             found = hopper.numpy(call()).astype(np.float64)
             bound = design.bound if narrow else OWN_BOUND
             assert stats.errors(found, x.astype(np.float64) @ w.T).relative_frobenius <= bound, plan
-            around = hopper.numpy(room)
-            assert (around[:guard] == 7).all() and (around[-guard:] == 7).all()
+            for around in (hopper.numpy(room), hopper.numpy(sums)):
+                assert (around[:guard] == 7).all() and (around[-guard:] == 7).all()
+            there = hopper.numpy(counters[-1])
+            assert (there[-guard:] == 7).all()
+            assert set(there[:-guard]) == ({0, plan.ranges} if plan.evenly and turn % 2 == 0 else {0})
 
 
 @pytest.mark.gpu

@@ -277,7 +277,7 @@ class RingDesign(_OnPanels):
 class RangesForm:
     """How kernel 7 is compiled, but for codes and activations.
 
-    rows: of x. warps: that multiply. chunks: that a warp asks for at a time. slots: of a warp's ring.
+    rows: of x. warps: that multiply, at least 2. chunks: that a warp asks for at a time. slots: of a warp's ring.
     """
 
     rows: int
@@ -538,7 +538,8 @@ class PackedGemm:
         overlap: the call may begin while the launch before it in its stream still ends (programmatic dependent launch,
         on NVIDIA GPUs from sm_90; elsewhere it changes nothing): it then reads weights, which no launch shortly before
         may have written, and waits with all else. Blocks of such a call may wait until all of them run: at most two
-        streams at a time may have such calls. A design that is not made for that is a ValueError.
+        streams at a time may have such calls, with every multiprocessor free for them. A design that is not made for
+        that is a ValueError.
         Values are not looked at: a NaN or an infinity in a row of x makes outputs of that row NaN or infinite.
         Raises TypeError or ValueError, before anything is launched, on a wrong dtype, device, shape, stride or
         alignment, for more rows than the design takes, and where `out` shares memory with `x` or the weights.

@@ -114,6 +114,11 @@ class Plan:
         return max(self.tiles - self.whole * self.ranges, 0)
 
     @property
+    def is_added_up(self) -> bool:
+        """Whether blocks leave sums to others."""
+        return self.cut_tiles > 0 and (self.evenly or self.cut_tiles % self.ranges > 0)
+
+    @property
     def cut_steps(self) -> int:
         """Of the tiles that are cut, one after the other."""
         return self.cut_tiles * self.steps
@@ -127,7 +132,7 @@ class Plan:
     def scratch(self) -> int:
         """Float32 numbers that blocks need to leave sums in."""
         parts = (self.ranges + (self.cut_tiles if self.evenly else 0)) * self.form.cluster
-        return parts * self.form.rows * self.form.tokens if self.cut_steps else 0
+        return parts * self.form.rows * self.form.tokens if self.is_added_up else 0
 
     @property
     def flags(self) -> int:
@@ -178,7 +183,7 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
         read += plan.cut_steps * x
     given = 0
-    if plan.cut_steps:
+    if plan.is_added_up:
         givers = math.ceil(plan.ranges * plan.steps / plan.cut_steps)  # ranges that have a part of a tile
         if plan.evenly:
             parts = (plan.ranges + plan.cut_tiles) / plan.ranges
@@ -256,8 +261,12 @@ class WgmmaDesign:
                            sums=sums)
 
     def launch(self, backend: Backend, weights, data, x, out, plan: Plan, *, overlap=False, sums=None) -> Callable:
-        """`prepare` for a plan of the caller's, which must be one of `plans` of this shape; M is at least 1."""
+        """`prepare` for a plan of the caller's, which must be one of `plans` of this shape; M is at least 1. Raises
+        ValueError where all blocks have to run at once and do not."""
         m, n, k, form = len(x), weights.n, weights.k, plan.form
+        if plan.evenly and not (form.room and plan.cut_steps and plan.blocks <= backend.multiprocessors):
+            raise ValueError(f"all blocks of {plan} wait for each other: that takes a form with room, tiles that are "
+                             f"cut, and no more blocks than {backend.multiprocessors} multiprocessors")
         source = self.source(weights.precision, form, narrow=out.dtype != np.float32)
         kernel = backend.compile(source).kernel("packed_wgmma")
         boxes = backend.tensor_map(x, (form.tokens // form.cluster, STEP))
