@@ -48,7 +48,8 @@ def test_selftest_over_its_bounds():
 
 
 def test_rungs_as_a_table_and_as_heads():
-    rung = Rung("grouped_gemm/6_ring.cu", "One idea.", "30 us.", "", ("6_ring", "6_ring_f16"))
+    rung = Rung("grouped_gemm/6_ring.cu", "One idea.", "30 us.", "", "Ends.", ("6_ring", "6_ring_f16"))
     assert ladder_plots.rungs([rung]).rows == [{"file": "grouped_gemm/6_ring.cu", "the one idea": "One idea.",
                                                "designs": "6_ring, 6_ring_f16"}]
-    assert ladder_plots.rung(rung).data == "**grouped_gemm/6_ring.cu**: One idea.\n\n*Prediction*: 30 us."
+    assert ladder_plots.rung(rung).data == (
+        "**grouped_gemm/6_ring.cu**: One idea.\n\n*Prediction*: 30 us.\n\n*Taught*: Ends.")

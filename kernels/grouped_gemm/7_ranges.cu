@@ -19,23 +19,16 @@
 // Prediction: 110 instructions a chunk and warp with 4 bits and 105 with 8, a fifth of the time that a multiprocessor has with W4
 // at the ceiling; 16 warps hide the 400 clocks of a chunk three times over. What is left is 2 us until the first bytes are
 // multiplied, and 1 us at the end: 16 us for 50 MB, 26 us for 94.7 MB.
-// Outcome (H200, cold, median; W8 / W4): 26.7 / 17.7 us on 17408 x 5120 for M = 1, 3.54 and 2.83 TB/s where a plain read has
-// 4.13 and 3.85; M = 2 27.6 / 18.6 us, 4 30.0 / 22.3 us. But 29.6 / 21.1 us on 5120 x 17408 and 15.7 / 13.5 us on 5120 x 6144,
-// where kernel 5 takes 25.8 / 20.6 and 11.7 / 9.35 us and a plain read of the latter 9.3 / 5.9: there the ends, not the reading,
-// set the time. That was with one warp to add up pieces; with four, 28.2 / 19.3 and 13.7 / 11.8 us. Two slots a warp were the
-// fastest, more warps no faster, and 8 rows no faster than kernel 6. With launches that overlap 24.7 / 15.9 us on the first, 3.83
-// and 3.16 TB/s, M = 2 25.9 / 16.8 us, 4 27.9 / 18.7. Tried in vain: 11 warps of 72 registers, so that two blocks run on a
-// multiprocessor (28.3 / 20.3 us alone, 26.4 / 18.4 overlapped), and slices of K, so that 8 rows fit (35 / 27 us with f16).
-// Then x was brought with half of the instructions and without bank conflicts, all loads of a round at once, and slices came,
-// with 16 warps and decided at run time: W4, overlapped, 5120 x 17408 in four 18.6 us for M = 2 and 19.6 for M = 4, which did
-// not fit before, and 5120 x 6144 in two 11.3 for M = 4 instead of 13.8. But all that stayed in one slice lost 0.5 to 0.9 us
-// for M = 1, 17.0 instead of 16.2 on 17408 x 5120 and 4.1 instead of 3.5 on 2048 x 2048: at the end the sixteen pieces of a
-// number were read one after the other, a branch and a load each, and the first copy stood behind 238 instructions, of which a
-// multiprocessor has 20 warps to go through, instead of 164.
-// Prediction without these, pieces read at once and 137 instructions before the first copy (199 with slices), overlapped, W4:
-// 17408 x 5120 15.8 us for M = 1, 17.6 for M = 4; 2048 x 2048 3.3; 5120 x 17408 17.7, and in four slices 18.2 for M = 2; 5120 x
-// 6144 9.4, and in two slices 10.9 for M = 4. Outcome: 16.2 and 17.7; 3.14; 17.3 and
-// 18.3; 9.06 and 10.6; with 8 bits 24.7 us on 17408 x 5120, 27.0 for M = 4.
+// Outcome (H200, cold, median, launches that overlap; W8 / W4): 17408 x 5120 24.7 / 16.2 us for M = 1, 3.83 and 3.10 TB/s,
+// 25.3 / 16.6 for M = 2, 27.0 / 17.7 for M = 4; alone 1.6 to 1.8 us more. 5120 x 17408 26.5 / 17.3 us for M = 1 and, in four
+// slices, 27.1 / 18.3 for M = 2 and 29.0 / 19.6 for M = 4. 5120 x 6144 11.2 / 9.1 us, where kernel 5 takes 9.6 / 7.4; 2048 x
+// 2048 3.5 / 3.1, a plain read 2.9 / 2.5.
+// Taught: the ends, not the reading, set the time. One warp that adds up pieces instead of four took 1.4 us more; pieces of a
+// number read one after the other, a branch and a load each, and 100 instructions more before the first copy 0.5 to 0.9 us; x
+// with bank conflicts and divisions 41 ns for each KB of it. With slices all blocks meet once more: they pay from 2 rows of
+// 17408 on.
+// Tried in vain: more slots or warps; 11 warps of 72 registers, so that two blocks run on a multiprocessor (18.4 us for W4); 8
+// rows, which fit with f16 or slices (no faster than kernel 6).
 //
 //   WARPS    that multiply
 //   CHUNKS   that a warp asks for at a time

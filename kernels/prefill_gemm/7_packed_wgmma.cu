@@ -22,18 +22,18 @@
 // the next launch: 2 us less of them.
 //
 // Outcome (H200, cold, median, launches that overlap, out of 16 bits; W8 / W4, beside cuBLAS on bf16 weights in the same run):
-// 17408 x 5120, M = 512 125.6 / 121.9 us (727 and 749 TFLOP/s; 761), 5120 x 17408 126.3 / 121.9 (722, 749; 741), 5120 x 6144
-// 47.7 / 46.0 (676, 700; 714). Where tiles are cut it stays behind: 10240 x 5120 78.5 / 75.8 us, cuBLAS 71.5. M = 16 25.0 / 19.2
-// us, 3.79 and 2.62 TB/s, with room for the next launch; without it 25.8 / 21.0, and alone 30.2 / 26.1. Float out took 3 us more
-// at M = 512; a handover that warps do for themselves 1 to 2 us less.
-// Then, each beside the kernel before it: of 10240 x 5120, M = 512, reading others' sums took 2.1 us, leaving one's own 0.9 and
-// storing 2.9, and of 5120 x 17408 4.1, 1.1 and 1.8; with sums that come as stages do 1.0% and 0.5% less time with int4, 2.3%
-// and 0.9% with int8, but more with 64 tokens. To add up evenly, with a block for each multiprocessor rather than as many for
-// each tile: int4, M = 16, 5120 x 17408 20.3 to 18.7 us, 5120 x 6144 11.2 to 10.2; with 64 tokens and more twice the sums are
-// read, and it lost. Blocks fewer than multiprocessors, and room for two: those without a block get two of the next launch
-// (13 us instead of 10.4). Tried in vain: codes read a turn ahead, and x waited for later (5% slower), two blocks on a
-// multiprocessor that both multiply (8% slower), warpgroups that take columns of the same rows in turns (with stages
-// of their own, without which copies that end in any order are taken for one another: slower but for a few shapes).
+// M = 512 17408 x 5120 120.6 / 119.2 us (757 and 765 TFLOP/s; 790), 5120 x 17408 121.3 / 119.2 (752, 766; 766), 12288 x 5120
+// 88.0 / 85.5 (732, 753; 761), 10240 x 5120 74.4 / 73.3 (721, 732; 774), 5120 x 6144 46.5 / 46.2 (692, 697; 734): where a
+// block has little more than a tile, or not one, beginning and ending cost it 10 us. M = 2048, 17408 x 5120 459 / 455 us (795,
+// 803; 790). M = 16 25.7 / 19.0 us on 17408 x 5120, 26.5 / 18.7 on 5120 x 17408, 3.6 to 3.8 and 2.65 TB/s; alone 4 to 7 us
+// more.
+// Taught: of 10240 x 5120, M = 512, reading others' sums took 2.1 us, leaving one's own 0.9, storing 2.9, and of 5120 x 17408
+// 4.1, 1.1 and 1.8. Sums that come as stages do: 0.5 to 1.0% less time with int4, 0.9 to 2.3% with int8, but more with 64
+// tokens. Adding up evenly: int4, M = 16, 5120 x 17408 20.3 to 18.7 us; of 64 tokens and more twice the sums are read, and it
+// lost. With room for two blocks, a multiprocessor without one gets two of the next launch: 120 blocks took 13 us, 132 10.4.
+// Tried in vain: codes read a turn ahead and x waited for later (5% slower), two blocks on a multiprocessor that both multiply
+// (8% slower), warpgroups that take columns of the same rows in turns (with stages of their own, without which copies that end
+// in any order are taken for one another: faster for a few shapes only), sums in float to out (3 us more at M = 512).
 //
 // There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
 //

@@ -19,10 +19,9 @@ def rungs(found: Iterable[Rung]) -> Table:
 
 
 def rung(found: Rung) -> Markdown:
-    """What a file's header says of its idea, its prediction and its outcome, as the head of its source."""
-    lines = [f"**{found.path}**: {found.idea}"]
-    lines += [f"*{word}*: {text}" for word, text in (("Prediction", found.prediction), ("Outcome", found.outcome))
-              if text]
+    """What a file's header says of its idea, its prediction, the outcome and what that taught, to head its source."""
+    told = {"Prediction": found.prediction, "Outcome": found.outcome, "Taught": found.lesson}
+    lines = [f"**{found.path}**: {found.idea}", *(f"*{word}*: {text}" for word, text in told.items() if text)]
     return Markdown("\n\n".join(lines))
 
 

@@ -98,13 +98,14 @@ def test_rungs_tell_what_their_files_say():
 def test_a_header_is_read_as_it_stands(tmp_path):
     path = tmp_path / "9_idea.cu"
     path.write_text("// 9. One idea (kernelbook.formats),\n// in two lines. More of it.\n//\n// Prediction: 30 us,\n"
-                    "// more.\n// Outcome: 29.5 us.\n//\n//   GROUP  of codes\n#include <x>\n// Outcome: not this\n")
+                    "// more.\n// Outcome: 29.5 us.\n// Taught: less is\n// more.\n//\n//   GROUP  of codes\n"
+                    "#include <x>\n// Outcome: not this\n")
     rung = study._rung(str(path), ("9_a",))
-    assert (rung.idea, rung.prediction, rung.outcome) == (
-        "One idea (kernelbook.formats), in two lines.", "30 us, more.", "29.5 us.")
+    assert (rung.idea, rung.prediction, rung.outcome, rung.lesson) == (
+        "One idea (kernelbook.formats), in two lines.", "30 us, more.", "29.5 us.", "less is more.")
     path.write_text("// 9. Idea.\n//\n// Predicted: fast.\n//\n// There is no more.\nint x;\n")
     rung = study._rung(str(path), ())
-    assert (rung.idea, rung.prediction, rung.outcome) == ("Idea.", "fast.", "")
+    assert (rung.idea, rung.prediction, rung.outcome, rung.lesson) == ("Idea.", "fast.", "", "")
     path.write_text("// 9. Idea.\n//\n// Predicted: fast.\n// Outcome (a card, cold;\n// W8): slow.\nint x;\n")
     rung = study._rung(str(path), ())
     assert (rung.prediction, rung.outcome) == ("fast.", "a card, cold; W8: slow.")

@@ -82,13 +82,14 @@ def design_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Rung:
-    """A kernel of the ladder. idea: its header's first sentence. prediction, outcome: what the header says behind such
-    a word, empty where that is nothing. designs: those that run on it, by their variants' names."""
+    """A kernel of the ladder. idea: its header's first sentence. prediction, outcome, lesson: what the header says
+    behind such a word, empty where that is nothing. designs: those that run on it, by their variants' names."""
 
     path: str
     idea: str
     prediction: str
     outcome: str
+    lesson: str
     designs: tuple[str, ...]
 
 
@@ -110,7 +111,7 @@ def _rung(path: str, designs: tuple[str, ...]) -> Rung:
         return " ".join(((found[1] + ": " if found[1] else "") + found[2]).split()) if found else ""
     idea = re.match(r"(?:\d+\. )?(.*?\.)(?=\s|\Z)", text, re.S)
     return Rung(path, " ".join(idea[1].split()) if idea else "", told("Prediction", "Predicted"),
-                told("Outcome", "Measured"), designs)
+                told("Outcome", "Measured"), told("Taught"), designs)
 
 
 # ---------------------------------------------------------------- every design on every shape
