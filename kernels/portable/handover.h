@@ -62,8 +62,9 @@ struct Ranges {
 };
 
 #if GPU_HAS_WGMMA
-// What warps leave to each other: sums, [ranges or parts][places][count / 4][32 lanes]. place: of a warp in the cluster;
-// equal warps have equal rows, and none waits for others of its block, unless copies bring the sums.
+// What warps leave to each other: sums, [ranges or parts][places][count / 4][32 lanes], read from L2, as they are written
+// while this kernel runs. place: of a warp in the cluster; equal warps have equal rows, and none waits for others of its
+// block, unless copies bring the sums.
 template <int count, int places> struct Handover {
   float4 *sums;
   int *there;  // 0 before the first launch. [ranges][places], whether sums are there; evenly: [places][kApart], who arrived
@@ -109,8 +110,8 @@ template <int count, int places> struct Handover {
 
   // ---- to all, evenly
 
-  // What this warp left is there. Counts from 0 to 2 ranges - 1 and again, so that a launch leaves no work to the next: the
-  // ranges of one make the first half of a turn, or the second. Returns which, in lane 0.
+  // What this warp left is there. Counts from 0 to 2 ranges - 1 and again, so that nothing has to be set back: the ranges
+  // of a launch make the first half of a turn, or the second. Returns which, in lane 0.
   __device__ __forceinline__ bool arrive(int ranges, int place, int lane) const {
     int before = 0;
     if (lane == 0)
@@ -147,7 +148,7 @@ template <int count, int places> struct Handover {
 
  private:
   static constexpr int kGivers = 8;  // whose sums a lane asks for at a time
-  static __device__ __forceinline__ void add(float *to, const float4 &four) {  // written while this kernel runs
+  static __device__ __forceinline__ void add(float *to, const float4 &four) {
     to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
   }
   static __device__ __forceinline__ int acquire(const int *flag) {
