@@ -231,13 +231,13 @@ grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *_
   if (const int row = warp % ROWS; row < M && warp < kOfRow * ROWS) {
     const int end = min(K, (slice + chunks) * kChunkColumns);
 #pragma unroll 1
-    for (int first = warp / ROWS; first < chunks; first += kAtOnce * kOfRow) {
+    for (int from = warp / ROWS; from < chunks; from += kAtOnce * kOfRow) {
       Four four[kAtOnce];
       unrolled<kAtOnce>([&](auto i) {
-        four[i.value] = read_four(x + (size_t)row * K, slice + first + i.value * kOfRow, lane, end);
+        four[i.value] = read_four(x + (size_t)row * K, slice + from + i.value * kOfRow, lane, end);
       });
       unrolled<kAtOnce>([&](auto i) {
-        const int chunk = first + i.value * kOfRow;
+        const int chunk = from + i.value * kOfRow;
         if (chunk < chunks) split_row(shared->slices[chunk], row, four[i.value], lane);
       });
     }
@@ -297,11 +297,11 @@ grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *_
     }
   } else {
     pieces_are_there(true);
-    const int touched = warp - WARPS, panel = (unsigned)cut.first / chunks + touched, first = panel * chunks;
-    if (first < cut.end) {
+    const int touched = warp - WARPS, panel = (unsigned)cut.first / chunks + touched, begin = panel * chunks;
+    if (begin < cut.end) {
       float sums[kOfLane];
-      each_value(lane, [&](int i, int value) { add_pieces(sums[i], 0, first, chunks, value, shared); });
-      const int here = min(cut.end, first + chunks) - max(cut.first, first);
+      each_value(lane, [&](int i, int value) { add_pieces(sums[i], 0, begin, chunks, value, shared); });
+      const int here = min(cut.end, begin + chunks) - max(cut.first, begin);
       if (gather(sums, Walk{pieces, panel, cut_panels, slices}, touched, here, chunks_of_k, counters + panel, lane))
         each_value(lane, [&](int i, int value) { store_value(panel, value, sums[i]); });
     }

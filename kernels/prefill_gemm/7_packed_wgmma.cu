@@ -53,18 +53,17 @@
 
 #if GPU_HAS_WGMMA
 
-constexpr int kThreads = 128 * (GROUPS + 1);
-constexpr int kPanelRows = 16, kChunk = 128, kScaleBytes = 128;  // as kernelbook/packing.py has them
-constexpr int kPanels = 4 * BANDS * GROUPS;                     // of a tile: one for each warp and band
+constexpr int kThreads = 128 * (GROUPS + 1), kWarps = 4 * GROUPS;  // warps: that multiply
+constexpr int kPanelRows = 16, kChunk = 128, kScaleBytes = 128;    // as kernelbook/packing.py has them
+constexpr int kPanels = BANDS * kWarps;                            // of a tile: one for each warp and band
 constexpr int kRows = kPanelRows * kPanels;
 constexpr int kCodeBytes = kPanelRows * kChunk * CODE_BITS / 8, kChunkBytes = kCodeBytes + kScaleBytes;
 constexpr int kStep = 64;               // columns of x in a stage: 128 bytes, what a swizzle spans
 constexpr int kWidth = 2 * kStep;       // bytes
 constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
-constexpr int kWarps = 4 * GROUPS;              // that multiply
-constexpr bool kMany = TILE_TOKENS >= 128;      // tokens, whose sums copies bring
-constexpr int kLater = 2;  // chunks after sums were left, when memory has them
+constexpr bool kMany = TILE_TOKENS >= 128;     // tokens, whose sums copies bring
+constexpr int kLater = 2;                      // chunks after sums were left, when memory has them
 constexpr int kWarpsOfStage = 2 / BANDS;       // whose sums have the size of a stage of x
 constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
@@ -79,7 +78,6 @@ constexpr int kMultiplyRegisters = (kLaunched * (GROUPS + 1) - kCopyRegisters) /
 // Groups of 32 columns that become weights at a time: two, if there are registers for all sums, for weights that are being
 // made and for those being multiplied.
 constexpr int kAhead = BANDS * (kSums + 32) + 36 <= kMultiplyRegisters ? 2 : 1;
-
 
 struct Block {
   alignas(1024) uint16_t x[X_STAGES][TILE_TOKENS][kStep];
@@ -217,12 +215,14 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   GPU_DYNAMIC_SHARED(char, unaligned);
   const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
   Block &block = *reinterpret_cast<Block *>(unaligned + (1024 - misaligned) % 1024);
-  // The first 4 GROUPS warps multiply. Handed around, a warp's number is not read from the special register over and over.
+  // The first kWarps multiply. Handed around, a warp's number is not read from the special register over and over.
   const unsigned lane = threadIdx.x, warp = __shfl_sync(GPU_FULL_MASK, threadIdx.y, 0);
   const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
   const int token_tiles = (M + TILE_TOKENS - 1) / TILE_TOKENS, row_tiles = (N + CLUSTER * kRows - 1) / (CLUSTER * kRows);
   const int chunks = (K + kChunk - 1) / kChunk;
-  const auto row_tile_of = [&](const Work &work) { return work.tile / token_tiles * CLUSTER + rank; };
+  // Of a tile of the cluster: this block's first panel, and the first token.
+  const auto panel_of = [&](int tile) { return (tile / token_tiles * CLUSTER + rank) * kPanels; };
+  const auto token_of = [&](int tile) { return tile % token_tiles * TILE_TOKENS; };
   const bool by_all = ROOM && evenly;
   const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all); };
   // Warps have rows of their own: unless copies bring sums, none waits for another of its block.
@@ -230,12 +230,12 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   Work work;
 
   let_next_launch_begin();
-  if (warp == 4 * GROUPS && lane == 0) prefetch_map(x);
+  if (warp == kWarps && lane == 0) prefetch_map(x);
   if (warp == 0 && lane == 0) {
     for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
-    for (PhaseBarrier &barrier : block.x_empty) barrier.init(4 * GROUPS * CLUSTER);  // the other block's warps, too
+    for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps * CLUSTER);  // the other block's warps, too
     for (PhaseBarrier &barrier : block.w_full) barrier.init(kCopying);
-    for (PhaseBarrier &barrier : block.w_empty) barrier.init(4 * GROUPS);
+    for (PhaseBarrier &barrier : block.w_empty) barrier.init(kWarps);
     publish_barriers();
   }
   if constexpr (CLUSTER > 1) cluster_barrier();
@@ -255,7 +255,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         x_turn.next();
       };
       while (range.next(work)) {
-        const int token = work.tile % token_tiles * TILE_TOKENS + rank * kShare;
+        const int token = token_of(work.tile) + rank * kShare;
         if (lane == 0) {
 #pragma unroll 1
           for (int column = work.first * kChunk; column < work.end * kChunk; column += kStep)
@@ -288,7 +288,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       Ranges range = own_range();
       Turn<W_STAGES> w_turn;
       while (range.next(work)) {
-        const int first = row_tile_of(work) * kPanels, count = min(max(panels - first, 0), kPanels);
+        const int first = panel_of(work.tile), count = min(max(panels - first, 0), kPanels);
         const int copies = max(count - warp % 4 + kCopying, 0) / kCopying;  // of this warp
         const uint8_t *from = w + ((size_t)(first + mine) * chunks + work.first) * kChunkBytes;
 #pragma unroll 1
@@ -315,10 +315,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       }
     };
     const int of_cluster = rank * kWarps + warp;
-    const auto row_of = [&](int tile, int band) {
-      return ((tile / token_tiles * CLUSTER + rank) * kPanels + first_panel + band * 4) * kPanelRows;
-    };
-    const auto token_of = [&](int tile) { return tile % token_tiles * TILE_TOKENS; };
+    const auto row_of = [&](int tile, int band) { return (panel_of(tile) + first_panel + band * 4) * kPanelRows; };
     Ranges range = own_range();
     Turn<X_STAGES> x_turn;
     Turn<W_STAGES> w_turn;

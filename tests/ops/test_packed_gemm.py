@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kernelbook import formats, packing, stats, toolchain
+from kernelbook.backends import CompileError
 from kernelbook.backends.cpu import CpuBackend
 from kernelbook.ops import packed_gemm as op
 from kernelbook.ops.gemm_dispatch import converted
@@ -113,6 +114,13 @@ def test_every_form_of_the_ranges_and_every_cut(backend, form, precision):
                 outs.append(backend.numpy(call()).copy())
             assert relative(outs[0], ref) <= 1e-6, (m, n, k, slices, blocks)
             assert np.array_equal(*outs), (m, n, k, slices, blocks)
+
+
+def test_one_warp_has_too_few_places_for_its_pieces(simulator):
+    form = op.RangesForm(1, warps=1, chunks=1, slots=2)
+    with pytest.raises(CompileError, match="a warp leaves two pieces"):
+        op.PackedGemm(simulator, panels(40, 256), op.RangesDesign("float32", form)).prepare(
+            simulator.array(normal(1, 256)))
 
 
 @pytest.mark.parametrize("design", [op.WideDesign(splits=3), op.PanelsDesign("float32", splits=3)],

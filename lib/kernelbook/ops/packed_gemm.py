@@ -127,6 +127,24 @@ class _OnPanels:
     def bound(self) -> float:
         return BOUNDS[self.activations]
 
+    def why_not(self, backend: Backend, weights, m: int) -> str | None:
+        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
+        return _too_many(m, self.max_rows) or _no_mma(backend)
+
+
+@dataclass(frozen=True)
+class _Planned(_OnPanels):
+    """Those whose `plan` raises ValueError for a product that the kernel cannot do."""
+
+    def why_not(self, backend: Backend, weights, m: int) -> str | None:
+        reason = super().why_not(backend, weights, m)
+        if reason is None:
+            try:
+                self.plan(backend, weights, m)
+            except ValueError as error:
+                return str(error)
+        return reason
+
 
 @dataclass(frozen=True)
 class PanelsDesign(_OnPanels):
@@ -142,10 +160,6 @@ class PanelsDesign(_OnPanels):
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
         return [self.source(precision, m) for precision in packing.CODE_BITS for m in (1, 2, 4)]
-
-    def why_not(self, backend: Backend, weights, m: int) -> str | None:
-        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
-        return _too_many(m, self.max_rows) or _no_mma(backend)
 
     def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
@@ -189,7 +203,7 @@ class RingPlan:
 
 
 @dataclass(frozen=True)
-class RingDesign(_OnPanels):
+class RingDesign(_Planned):
     """Kernel 6. activations: what x is on the device.
 
     form: how it is compiled; None chooses by shape. blocks: of the launch; None takes one a multiprocessor, or fewer.
@@ -207,15 +221,6 @@ class RingDesign(_OnPanels):
         """Every form, for static evidence."""
         return [self.source(precision, self._form(precision, m, SHARED["90a"] << 10))
                 for precision in packing.CODE_BITS for m in (1, 2, 4, 8, 16, 32)]
-
-    def why_not(self, backend: Backend, weights, m: int) -> str | None:
-        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
-        if not (reason := _too_many(m, self.max_rows) or _no_mma(backend)):
-            try:
-                self.plan(backend, weights, m)
-            except ValueError as error:
-                return str(error)
-        return reason
 
     def plan(self, backend: Backend, weights, m: int) -> RingPlan:
         """Raises ValueError for a product of more steps than the kernel counts."""
@@ -297,7 +302,7 @@ class RangesPlan:
 
 
 @dataclass(frozen=True)
-class RangesDesign(_OnPanels):
+class RangesDesign(_Planned):
     """Kernel 7. activations: what x is on the device.
 
     form: how it is compiled. slices: of K. blocks: of the launch, for each slice. None chooses by shape.
@@ -316,15 +321,6 @@ class RangesDesign(_OnPanels):
         """Every form, for static evidence."""
         return [self.source(precision, self._form(precision, m), sliced)
                 for precision in packing.CODE_BITS for m in (1, 2, 4) for sliced in (False, True)]
-
-    def why_not(self, backend: Backend, weights, m: int) -> str | None:
-        """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
-        if not (reason := _too_many(m, self.max_rows) or _no_mma(backend)):
-            try:
-                self.plan(backend, weights, m)
-            except ValueError as error:
-                return str(error)
-        return reason
 
     def plan(self, backend: Backend, weights, m: int) -> RangesPlan:
         """Raises ValueError for more slices than K has chunks, where a slice of x and the rings do not fit into shared

@@ -23,6 +23,7 @@ BAND = 64  # rows of w of one product
 SHARED, HALF_SHARED = 227 << 10, 113 << 10  # bytes of shared memory that a block may have, and each of two
 ALIGN = 1024  # of stages of x
 MOST_COLUMNS_AHEAD = 2048  # of x that are copied ahead: more hide nothing
+APART = 32  # of counters, kApart of handover.h
 INT32_MAX = 2**31 - 1
 
 
@@ -137,7 +138,7 @@ class Plan:
     @property
     def flags(self) -> int:
         """Whole numbers of what is there, as handover.h has them."""
-        return 4 * self.form.groups * self.form.cluster * (32 if self.evenly else self.ranges)
+        return 4 * self.form.groups * self.form.cluster * (APART if self.evenly else self.ranges)
 
 
 # Nanoseconds on an H200, and bytes in one, as far as plans are to be compared, fitted to launches that overlap; those
@@ -161,10 +162,12 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
         most = multiprocessors // form.cluster
         if not most:
             continue
-        if not form.room:
+        if form.room:  # a multiprocessor without a block gets two of the next launch, while others have none
+            counts = {min(most, tiles * steps)}
+        else:
             yield Plan(form, tiles, steps, min(tiles, most), math.ceil(tiles / most))  # nothing is cut
-        # A multiprocessor that has room and no block gets two of the next launch, while others have none.
-        for ranges in {most, *range(2 * tiles, most + 1, tiles)} if not form.room else {min(most, tiles * steps)}:
+            counts = {most, *range(2 * tiles, most + 1, tiles)}
+        for ranges in counts:
             for whole in {tiles // ranges, max(tiles // ranges - 1, 0)}:
                 for evenly in (False, True) if form.room else (False,):
                     plan = Plan(form, tiles, steps, ranges, whole, evenly)
