@@ -204,6 +204,15 @@ def test_device_times_end_when_the_budget_is_spent(gpu):
 
 
 @pytest.mark.gpu
+def test_the_device_rests_after_each_sample(gpu, monkeypatch):
+    import cupy
+    a, rests = cupy.zeros(1 << 26, np.uint8), []
+    monkeypatch.setattr(measure.time, "sleep", rests.append)
+    measure.device_times({"fill": [lambda: a.fill(1)]}, rounds=8, sample_us=3000, rest=5)
+    assert len(rests) == 8 and 15e-3 <= np.median(rests) <= 45e-3
+
+
+@pytest.mark.gpu
 def test_ceilings_of_the_device(gpu):
     read, copy = measure.memory_ceilings(gpu, 1 << 28)
     assert (read.name, copy.name) == ("read", "copy")

@@ -236,6 +236,17 @@ def test_all_that_is_right_is_timed_together_with_its_peers(timed, peers, pace):
     assert sorted(map(repr, kept)) == sorted(map(repr, found.points))
 
 
+def test_where_power_is_the_limit_the_device_rests_after_each_sample(timed, peers, monkeypatch):
+    rests, made_up = [], study.measure.device_times
+
+    def times(contenders, **options):
+        rests.append(options["rest"])
+        return made_up(contenders, **options)
+    monkeypatch.setattr(study.measure, "device_times", times)
+    study.ladder(timed, SHAPES[:1], [1, 64, 65, 512], precisions=["int8"])
+    assert rests == [0, 0, study.measure.REST, study.measure.REST]
+
+
 def test_a_wrong_design_has_no_time_and_is_named(timed, monkeypatch):
     planted(monkeypatch, unwritten)
     found = study.ladder(timed, SHAPES[:1], [1, 2], precisions=["int8"])

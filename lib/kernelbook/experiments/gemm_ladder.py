@@ -475,11 +475,11 @@ def _measure(lab, found: Ladder, weights, m, contenders, exact, budget_s) -> Non
             right[c.variant, c.overlapped] = c, labelled
     if not (lab.timed and right):
         return
+    few = m <= BANDWIDTH_ROWS
     timings = measure.device_times({name: c.calls for name, (c, _) in right.items()}, rounds=12, sample_us=1000,
-                                   budget_s=budget_s)
+                                   budget_s=budget_s, rest=0 if few else measure.REST)
     for key, t in timings.items():
         c, labelled = right[key]
-        few = m <= BANDWIDTH_ROWS
         lab.time(KERNEL, c.variant, labelled, t, "cold", **({"nbytes": c.nbytes} if few else
                                                            {"flop": 2 * m * case["N"] * case["K"]}))
         found.points.append(Point(case["N"], case["K"], m, case["codes"], c.variant, c.accuracy, t.median, t.p10, t.p90,

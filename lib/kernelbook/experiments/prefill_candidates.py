@@ -284,7 +284,7 @@ def _measure(given: _Rows, designs, ready, budget_s) -> tuple[list[dict], list[s
         return rows, wrong
     right = {row["variant"] for row in rows}
     timings = measure.device_times({bench.name: bench.calls for bench in benches if bench.name in right},
-                                   sample_us=1000, budget_s=budget_s) if right else {}
+                                   sample_us=1000, budget_s=budget_s, rest=measure.REST) if right else {}
     flop = 2 * given.m * problem.n * problem.k
     ceiling = lab.ceilings.get("bf16_matmul")
     for row in rows:
