@@ -1,5 +1,5 @@
-// Bulk copies (from sm_90 on): one thread asks, the hardware copies into shared memory and tells a PhaseBarrier how many bytes came.
-// Blocks of a cluster may share what one of them asks for. There is no simulated form.
+// Bulk copies (from sm_90 on): one thread asks, the hardware copies into shared memory and tells a PhaseBarrier how many bytes
+// came, or copies from there to memory. Blocks of a cluster may share what one of them asks for. There is no simulated form.
 #pragma once
 #include "gpu.h"
 #if GPU_CUDA && __CUDA_ARCH__ >= 900
@@ -63,6 +63,14 @@ __device__ __forceinline__ void copy_box(void *shared, const TensorMap &map, int
                  "h"((uint16_t)((1 << blocks) - 1)) : "memory");
   }
 }
+// From this block's shared memory to the box whose first element is (column, row); what lies outside of the matrix is not
+// written. Threads that stored there must have published that (fence.proxy.async) before a barrier with this one.
+__device__ __forceinline__ void store_box(const TensorMap &map, int column, int row, const void *shared) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
+               ::"l"(&map), "r"(column), "r"(row), "r"(shared_address(shared)) : "memory");
+}
+// Returns when the boxes that this thread stored have been read: until then the block must not end, or write there.
+__device__ __forceinline__ void wait_for_boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // Where the map lies is needed soon.
 __device__ __forceinline__ void prefetch_map(const TensorMap &map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -5,6 +5,19 @@
 // is element i of the j-th 8 columns. A from registers is laid out as A of mma_m16n8k32.
 #pragma once
 #include "bulk.h"
+
+// Where byte `byte` of row `row` lies in a row of `width` (64 or 128) bytes whose 16-byte chunks are exchanged: the
+// chunks of 8 neighbouring rows at one place are in different banks.
+template <int width> __device__ __forceinline__ int swizzled(int row, int byte) {
+  return byte ^ (width == 128 ? row % 8 : row / 2 % 4) << 4;
+}
+// Where a lane's row of store_transposed_8x8 lies, of a warp's sums of 16 columns, in a matrix [columns][64 rows] of
+// 16 bits that is so exchanged: the matrices are rows 0 .. 7 and 8 .. 15 of 8 columns, then of the next 8.
+__device__ __forceinline__ int transposed_row(int warp, int lane) {
+  const int column = lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
+  return column * 128 + swizzled<128>(column, chunk * 16);
+}
+
 #if GPU_CUDA && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define GPU_HAS_WGMMA 1
 
@@ -18,12 +31,9 @@ template <int width> __device__ __forceinline__ uint64_t wgmma_matrix(uint32_t a
   constexpr uint32_t high = width * 8 / 16 | (width == 128 ? 1u : 2u) << 30;
   return uint64_t(high) << 32 | (address + offset / 16);
 }
-// Where byte `byte` of row `row` lies in such a row.
-template <int width> __device__ __forceinline__ int swizzled(int row, int byte) {
-  return byte ^ (width == 128 ? row % 8 : row / 2 % 4) << 4;
-}
 
-// Stores of this thread into shared memory, copies included, become visible to the instructions after a barrier.
+// Stores of this thread into shared memory, copies included, become visible after a barrier to the instructions, and to
+// copies out of it.
 __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -51,6 +61,13 @@ __device__ __forceinline__ uint32_t transposed_8x8(uint32_t pair) {
   uint32_t turned;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
+}
+
+// Four 8 x 8 matrices, held as that one is, to shared memory as their transposes: lane l says where row l % 8 of the
+// transpose of matrix l / 8, 16 bytes, is to lie.
+__device__ __forceinline__ void store_transposed_8x8(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // Behind a wait: what was multiplied is there, and no use of it may be moved ahead of this.

@@ -35,6 +35,9 @@
 // (8% slower), warpgroups that take columns of the same rows in turns (with stages of their own, without which copies that end
 // in any order are taken for one another: faster for a few shapes only), sums in float to out (3 us more at M = 512).
 //
+// What a block has of its last tile, in 16 bits, goes by way of shared memory, where nothing more comes in: a copy writes
+// 128 bytes of a token, of which lanes that store for themselves have 8 each, of lines far apart.
+//
 // There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
 //
 //   CODE_BITS    8 or 4
@@ -68,7 +71,9 @@ constexpr int kWarpsOfStage = 2 / BANDS;       // whose sums have the size of a 
 constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
-static_assert(CODE_BITS == 4 || CODE_BITS == 8 && !BF16, "128 + 128 + code has 9 bits, a bf16 8");
+// Outputs of 16 bits of more tokens still are stored by copies.
+constexpr bool kStoredByCopy = TILE_TOKENS > 128 && NARROW_OUT;
+static_assert(!kStoredByCopy || BANDS == 1 && X_STAGES >= GROUPS, "a warpgroup's sums in 16 bits have the size of a stage of x");
 
 // A block takes a multiprocessor, or with ROOM half of it, so that blocks of the next launch may bring weights meanwhile.
 // Registers of a thread are counted in eights: what the threads that multiply take, those that copy must have given.
@@ -102,6 +107,11 @@ __device__ __forceinline__ uint32_t bf16_add(uint32_t a, uint32_t b) {
   asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
   return sum;
 }
+__device__ __forceinline__ uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 __device__ __forceinline__ uint32_t scaled(uint32_t codes, uint32_t scale) {
   uint32_t product;
   if constexpr (BF16) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(codes), "r"(scale));
@@ -119,18 +129,23 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
 struct Scales { uint32_t row[2]; };
 __device__ __forceinline__ Scales scales_of(uint32_t halves) {
   if constexpr (BF16) {
-    const float low = half_to_float(uint16_t(halves)), high = half_to_float(uint16_t(halves >> 16));
+    constexpr float unit = CODE_BITS == 8 ? 128 : 1;  // weights_of makes code / unit
+    const float low = half_to_float(uint16_t(halves)) * unit, high = half_to_float(uint16_t(halves >> 16)) * unit;
     return {bf16_pair(low, low), bf16_pair(high, high)};
   } else {
     return {__byte_perm(halves, 0, 0x1010), __byte_perm(halves, 0, 0x3232)};
   }
 }
 // A step of 16 columns from its codes. A code's bits are put below those of 1024 (f16) or 128 (bf16), whose last place is
-// worth 1, or of 64, worth 1/16 each: what is taken off then is exact.
+// worth 1, or of 64, worth 1/16 each: what is taken off then is exact. Below 128 there is no room for 8 bits, but a byte is a
+// bf16 as it is: its 256 least numbers, the subnormal ones and as many more, are 2^-133 apart.
 __device__ __forceinline__ void weights_of(uint32_t (&weights)[4], const uint32_t (&codes)[CODE_BITS / 4], const Scales &scales) {
   unrolled<4>([&](auto p) {
     uint32_t pair;
-    if constexpr (CODE_BITS == 8) {
+    if constexpr (CODE_BITS == 8 && BF16) {
+      const uint32_t bytes = __byte_perm(codes[p.value / 2], 0, p.value % 2 ? 0x4342 : 0x4140);
+      pair = bf16_fma(bytes, 0x7e807e80u, 0xbf80bf80u);  // 2^126 byte - 1: (code + 128) / 128 - 1
+    } else if constexpr (CODE_BITS == 8) {
       const uint32_t bytes = __byte_perm(codes[p.value / 2], 0x64646464u, p.value % 2 ? 0x4342 : 0x4140);
       pair = half2_add(bytes, 0xe480e480u);  // - 1024 - 128
     } else if constexpr (BF16) {
@@ -154,6 +169,9 @@ using Out = uint16_t;
 #else
 using Out = float;
 #endif
+__device__ __forceinline__ uint32_t pair(float first, float second) {
+  return BF16 ? bf16_pair(first, second) : half_pair(first, second);
+}
 
 // Writes a warp's sums of 16 rows and of 2 count tokens to out [M][N], `row` and `token` being the first of them.
 #if NARROW_OUT
@@ -161,7 +179,6 @@ using Out = float;
 // halves, so that each has four rows of a token, 8 bytes, and four lanes a sector.
 template <int count>
 __device__ __forceinline__ void store(Out *out, const float (&sums)[count], int row, int token, int M, int N, int lane) {
-  const auto pair = [](float first, float second) { return BF16 ? bf16_pair(first, second) : half_pair(first, second); };
   const bool is_odd = lane % 2;
   uint2 four[count / 4];
   unrolled<count / 4>([&](auto j) {
@@ -199,6 +216,25 @@ __device__ __forceinline__ void store(Out *out, const float (&sums)[count], int 
 }
 #endif
 
+// Writes a warpgroup's sums of 64 rows to out, as 16 bits, by its map: by way of a stage of x, which has just their size,
+// and is what a box of out [tokens][64 rows] looks like there.
+template <int count>
+__device__ __forceinline__ void store_by_copy(const TensorMap &out, const float (&sums)[count], void *stage, int row, int token,
+                                              int warp, int lane) {
+  const uint32_t to = shared_address(stage) + transposed_row(warp, lane);
+  unrolled<count / 8>([&](auto j) {
+    const float *of_16 = sums + 8 * j.value;
+    store_transposed_8x8(to + j.value * 16 * kWidth, pair(of_16[0], of_16[1]), pair(of_16[2], of_16[3]),
+                         pair(of_16[4], of_16[5]), pair(of_16[6], of_16[7]));
+  });
+  wgmma_publish();
+  warpgroup_barrier(1 + warp / 4);
+  if (warp % 4 == 0 && lane == 0) {
+    store_box(out, row, token, stage);
+    wait_for_boxes_read();
+  }
+}
+
 #if CLUSTER > 1
 #define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -207,11 +243,11 @@ __device__ __forceinline__ void store(Out *out, const float (&sums)[count], int 
 
 // out [M][N] of x [M][K], by its map of boxes of kShare x 64, and w [N / 16][K / 128] chunks of panels, rounded up; rows
 // of w beyond N and columns beyond K count as 0. sums, there, whole, evenly: see handover.h; a step is a chunk, a range a
-// cluster's.
+// cluster's. out_boxes: where has_boxes, out's map of boxes of TILE_TOKENS x 64; else not looked at.
 // Grid: as many blocks as run at once, or fewer, whole clusters; block: 32 x 4 (GROUPS + 1).
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(kThreads, kBlocks)
 packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x, Out *__restrict__ out, float4 *sums_left,
-             int *there, int M, int N, int K, int whole, int evenly) {
+             int *there, int M, int N, int K, int whole, int evenly, const __grid_constant__ TensorMap out_boxes) {
   GPU_DYNAMIC_SHARED(char, unaligned);
   const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
   Block &block = *reinterpret_cast<Block *>(unaligned + (1024 - misaligned) % 1024);
@@ -224,13 +260,17 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const auto panel_of = [&](int tile) { return (tile / token_tiles * CLUSTER + rank) * kPanels; };
   const auto token_of = [&](int tile) { return tile % token_tiles * TILE_TOKENS; };
   const bool by_all = ROOM && evenly;
+  const bool has_boxes = kStoredByCopy && N % 8 == 0;  // of out: a map has rows at multiples of 16 bytes
   const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all); };
   // Warps have rows of their own: unless copies bring sums, none waits for another of its block.
   const Handover<BANDS * kSums, CLUSTER * kWarps> handover{sums_left, there};
   Work work;
 
   let_next_launch_begin();
-  if (warp == kWarps && lane == 0) prefetch_map(x);
+  if (warp == kWarps && lane == 0) {
+    prefetch_map(x);
+    if (has_boxes) prefetch_map(out_boxes);
+  }
   if (warp == 0 && lane == 0) {
     for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
     for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps * CLUSTER);  // the other block's warps, too
@@ -280,6 +320,10 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
               });
           }
         }
+      }
+      // What the other block lets go of here has come: without it a block must not end.
+      if (CLUSTER > 1 && lane == 0) {
+        for (int i = 0; i < X_STAGES; ++i, x_turn.next()) block.x_empty[x_turn.stage].wait(x_turn.parity ^ 1);
       }
     }
     if (warp % 4 > 0) {  // w, a lane each panel
@@ -370,6 +414,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
           wgmma_commit();
           if constexpr (first_group + kAhead == 4) {
             if (of_stage == W_CHUNKS - 1 || at + 1 == count) {  // the stage is in registers, of all lanes
+              __syncwarp();
               if (lane == 0) block.w_empty[w_turn.stage].arrive();
               w_turn.next();
             }
@@ -389,6 +434,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       using Sums = float[BANDS * kSums];
       Sums &all = reinterpret_cast<Sums &>(sums);
       const bool is_given = range.is_given(work);
+      Turn<X_STAGES> turn = x_turn;  // of many tokens who takes sums, or stores by copies, has nothing left to multiply
       if (by_all) {
         if (is_given) handover.leave(all, range.part(range.range, work.tile), of_cluster, lane);
         if (range.is_last()) half = handover.arrive(clusters, of_cluster, lane);  // by now memory has what was left
@@ -402,7 +448,6 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         if constexpr (!kMany) {
           handover.take(all, giver, range.range, of_cluster, lane);
         } else {
-          Turn<X_STAGES> turn = x_turn;  // who takes sums has nothing left to multiply
 #pragma unroll 1
           for (int i = 0; i < (range.range - giver) * kSumStages; ++i) {
             block.x_full[turn.stage].wait(turn.parity);
@@ -416,8 +461,15 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
           }
         }
       }
-      if (!is_given)
+      if (is_given) continue;
+      if (has_boxes && range.is_last()) {  // nothing more comes into the stages of x: each warpgroup takes one
+        for (int i = 0; i < warp / 4; ++i) turn.next();
+        block.x_empty[turn.stage].wait(turn.parity ^ 1);
+        store_by_copy(out_boxes, sums[0], block.x[turn.stage], row_of(work.tile, 0) - warp % 4 * kPanelRows,
+                      token_of(work.tile), warp, lane);
+      } else {
         unrolled<BANDS>([&](auto b) { store(out, sums[b.value], row_of(work.tile, b.value), token_of(work.tile), M, N, lane); });
+      }
     }
     give();
     if (by_all) {
@@ -427,7 +479,6 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       });
     }
   }
-  if constexpr (CLUSTER > 1) cluster_barrier();  // copies and arrivals of the other block have come
 }
 
 #endif

@@ -22,6 +22,7 @@ STEP = 64  # columns of x in a stage
 BAND = 64  # rows of w of one product
 SHARED, HALF_SHARED = 227 << 10, 113 << 10  # bytes of shared memory that a block may have, and each of two
 ALIGN = 1024  # of stages of x
+MANY = 128  # tokens of a tile whose sums copies bring from others; of more, copies store outputs of 16 bits
 MOST_COLUMNS_AHEAD = 2048  # of x that are copied ahead: more hide nothing
 APART = 32  # of counters, kApart of handover.h
 INT32_MAX = 2**31 - 1
@@ -204,13 +205,11 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
 class WgmmaDesign:
     """name: in `packed_gemm.DESIGNS`. activations: "float16" or "bfloat16", what x is on the device. bound: on the
     relative Frobenius error against float64 on the codes and the float32 activations, for out of either dtype: f16
-    rounds by up to 2^-11, bf16 by 2^-8 of a number. precisions: of the codes. max_rows: none. forms: from which the
-    shape chooses."""
+    rounds by up to 2^-11, bf16 by 2^-8 of a number. max_rows: none. forms: from which the shape chooses."""
 
     name: str
     activations: str
     bound: float
-    precisions: tuple[str, ...]
     forms: tuple[Form, ...] = FORMS
     max_rows = None
     overlaps = True
@@ -228,14 +227,12 @@ class WgmmaDesign:
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
         return [self.source(precision, form, narrow)
-                for precision in self.precisions for form in self.forms for narrow in (False, True)]
+                for precision in CODE_BITS for form in self.forms for narrow in (False, True)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
         if getattr(backend, "arch", None) != "90a":
             return f"it needs Hopper's warpgroup instructions, and {backend.device} has none"
-        if weights.precision not in self.precisions:
-            return f"it takes codes of {' or '.join(self.precisions)}, not {weights.precision}"
         if weights.k * 2 % 16:
             return f"it takes K a multiple of 8, not {weights.k}: bulk copies of x have rows of whole 16 bytes"
         return None
@@ -270,22 +267,25 @@ class WgmmaDesign:
         if plan.evenly and not (form.room and plan.cut_steps and plan.blocks <= backend.multiprocessors):
             raise ValueError(f"all blocks of {plan} wait for each other: that takes a form with room, tiles that are "
                              f"cut, and no more blocks than {backend.multiprocessors} multiprocessors")
-        source = self.source(weights.precision, form, narrow=out.dtype != np.float32)
+        narrow = out.dtype != np.float32
+        source = self.source(weights.precision, form, narrow)
         kernel = backend.compile(source).kernel("packed_wgmma")
         boxes = backend.tensor_map(x, (form.tokens // form.cluster, STEP))
+        has_boxes = narrow and form.tokens > MANY and n % 8 == 0  # rows at multiples of 16 bytes
+        out_boxes = backend.tensor_map(out, (form.tokens, BAND)) if has_boxes else np.void(boxes.nbytes)
         if sums is None:
             sums = backend.empty(max(plan.scratch, 4), np.float32)
         there = backend.array(np.zeros(plan.flags, np.int32))
-        args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole, plan.evenly))]
+        args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole, plan.evenly)), out_boxes]
         block, size = (32, form.threads // 32, 1), form.shared(weights.precision)
 
         def launch():
             kernel((plan.blocks, 1, 1), block, args, size, overlap)
             return out
-        launch.keeps = x  # the map has its address only
+        launch.keeps = x  # its map has its address only
         return launch
 
 
 DESIGNS = {design.name: design for design in (
-    WgmmaDesign("wgmma_bf16", "bfloat16", 4e-3, ("int4",)),
-    WgmmaDesign("wgmma_f16", "float16", 5e-4, ("int8", "int4")))}
+    WgmmaDesign("wgmma_bf16", "bfloat16", 4e-3),
+    WgmmaDesign("wgmma_f16", "float16", 5e-4))}
