@@ -212,6 +212,24 @@ def test_shared_memory_is_made_room_for_once(monkeypatch):
     assert attributes == [(0x77, 8, 100 << 10), (0x77, 9, 100)]  # at most so much a block; all of it to shared memory
 
 
+def test_what_one_launch_needs_is_not_taken_from_another(monkeypatch):
+    """A function's limit of shared memory is the last that is set."""
+    limits, function = [], types.SimpleNamespace(ptr=0x77)
+    monkeypatch.setattr(cuda, "_driver", lambda name: lambda *of: 0)
+    monkeypatch.setattr(cuda.toolchain, "nvrtc_compile", lambda source, arch: (b"", ""))
+    loaded = types.SimpleNamespace(load=lambda cubin: None, get_function=lambda name: function)
+    driver = types.SimpleNamespace(funcSetAttribute=lambda _, what, value: limits.append(value) if what == 8 else None)
+    cupy = types.SimpleNamespace(ndarray=StandIn, cuda=types.SimpleNamespace(
+        driver=driver, function=types.SimpleNamespace(Module=lambda: loaded),
+        get_current_stream=lambda: types.SimpleNamespace(ptr=0x55)))
+    module = cuda.CudaModule(types.SimpleNamespace(xp=cupy, arch="90a"), None)
+    large, small = module.kernel("it"), module.kernel("it")
+    for kernel, shared in ((large, 100 << 10), (small, 60 << 10), (large, 100 << 10), (small, 120 << 10)):
+        kernel((1,), (32,), [], shared, overlap=True)
+    assert limits == [100 << 10, 120 << 10]
+    assert module.kernel("other") is not large
+
+
 def test_a_device_that_overlaps_nothing_launches_as_ever(monkeypatch):
     plain = []
     monkeypatch.setattr(cuda, "_driver", {}.__getitem__)

@@ -194,9 +194,14 @@ class CudaModule:
         cubin, self.log = toolchain.nvrtc_compile(source, backend.arch)
         self._module = backend.xp.cuda.function.Module()
         self._module.load(cubin)
+        self._kernels = {}
 
     def kernel(self, name: str) -> "CudaKernel":
-        return CudaKernel(self, name)
+        """The same one each time: what a function's launches may take is the function's, and must not be less for one
+        weight than another one's launches need."""
+        if name not in self._kernels:
+            self._kernels[name] = CudaKernel(self, name)
+        return self._kernels[name]
 
 
 class CupyKernel:
