@@ -44,6 +44,7 @@
 // come in one round: 4 rows of 5120.
 constexpr int kAdders = 4;
 static_assert(WARPS >= 2, "a block's part of the cut panels is less than two, and a warp leaves two pieces");
+constexpr int kBeforeX = 1;  // slots; x comes behind what was asked for before it, and nothing is multiplied without it
 constexpr int kWarps = WARPS + kAdders, kThreads = 32 * kWarps;
 constexpr int kValues = kPanelRows * ROWS, kOfLane = (kValues + 31) / 32;  // of a panel; of those of a lane, at most
 
@@ -220,7 +221,7 @@ grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *_
   };
   if (multiplies)
 #pragma unroll 1
-    for (int i = 0; i < SLOTS; ++i) ask();
+    for (int i = 0; i < kBeforeX; ++i) ask();
 
   if (lane == 0 && warp <= WARPS) shared->firsts[0][warp] = first, shared->firsts[1][warp] = first_again;
   // Where x is waited for, rather than when it is there.
@@ -228,19 +229,29 @@ grouped_gemm_ranges(const uint8_t *__restrict__ w, const Activation *x, float *_
 
   await_launch_before();
   constexpr int kAtOnce = 8, kOfRow = kWarps / ROWS;  // a round of loads is a microsecond; warps that bring a row of x
-  if (const int row = warp % ROWS; row < M && warp < kOfRow * ROWS) {
-    const int end = min(K, (slice + chunks) * kChunkColumns);
+  const int row = warp % ROWS, end = min(K, (slice + chunks) * kChunkColumns);
+  const auto ask_again = [&] {
+    if (multiplies)
 #pragma unroll 1
-    for (int from = warp / ROWS; from < chunks; from += kAtOnce * kOfRow) {
+      for (int i = kBeforeX; i < SLOTS; ++i) ask();
+  };
+  if (row < M && warp < kOfRow * ROWS) {
+    int from = warp / ROWS;
+#pragma unroll 1
+    do {
       Four four[kAtOnce];
       unrolled<kAtOnce>([&](auto i) {
         four[i.value] = read_four(x + (size_t)row * K, slice + from + i.value * kOfRow, lane, end);
       });
+      if (from == warp / ROWS) ask_again();
       unrolled<kAtOnce>([&](auto i) {
         const int chunk = from + i.value * kOfRow;
         if (chunk < chunks) split_row(shared->slices[chunk], row, four[i.value], lane);
       });
-    }
+      from += kAtOnce * kOfRow;
+    } while (from < chunks);
+  } else {
+    ask_again();
   }
   __syncthreads();
 

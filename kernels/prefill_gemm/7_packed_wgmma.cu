@@ -274,7 +274,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   if (warp == 0 && lane == 0) {
     for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
     for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps * CLUSTER);  // the other block's warps, too
-    for (PhaseBarrier &barrier : block.w_full) barrier.init(kCopying);
+    for (PhaseBarrier &barrier : block.w_full) barrier.init(kPanels);
     for (PhaseBarrier &barrier : block.w_empty) barrier.init(kWarps);
     publish_barriers();
   }
@@ -333,16 +333,18 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       Turn<W_STAGES> w_turn;
       while (range.next(work)) {
         const int first = panel_of(work.tile), count = min(max(panels - first, 0), kPanels);
-        const int copies = max(count - warp % 4 + kCopying, 0) / kCopying;  // of this warp
         const uint8_t *from = w + ((size_t)(first + mine) * chunks + work.first) * kChunkBytes;
 #pragma unroll 1
         for (int chunk = work.first; chunk < work.end; chunk += W_CHUNKS) {
           const int bytes = min(W_CHUNKS, work.end - chunk) * kChunkBytes;
           PhaseBarrier &full = block.w_full[w_turn.stage];
           block.w_empty[w_turn.stage].wait(w_turn.parity ^ 1);
-          if (lane == 0) arrive_expecting(full, copies * bytes);
-          __syncwarp();
-          if (mine < count) copy_bulk(block.w[w_turn.stage][mine], from, bytes, full, policy);
+          if (mine < count) {
+            arrive_expecting(full, bytes);
+            copy_bulk(block.w[w_turn.stage][mine], from, bytes, full, policy);
+          } else if (mine < kPanels) {
+            full.arrive();
+          }
           from += W_CHUNKS * kChunkBytes;
           w_turn.next();
         }
