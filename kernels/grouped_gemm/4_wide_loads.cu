@@ -10,8 +10,8 @@
 // bound it: a code costs a conversion and a multiply-add, 0.7 M codes a multiprocessor at 64 conversions a clock 6 us on
 // 17408 x 5120, hidden behind 24 us of reading only as far as warps overlap. 30 us, 3.2 TB/s for M = 1; each row of x costs
 // another multiply-add a code, and four of them about as much as the memory.
-// Outcome (H200, cold, median): M = 1 57.9 us, 1.64 TB/s; 40.5 us on 5120 x 17408 and 19.4 us on 5120 x 6144, whose fewer tiles
-// are cut along K. M = 4 92 us, 8 138 us, 32 414 us: loads no longer bound, instructions do, and for codes of 4 bits, which
+// Outcome (H200, cold, median): M = 1 58.7 us, 1.61 TB/s; 40.7 us on 5120 x 17408 and 19.8 us on 5120 x 6144, whose fewer tiles
+// are cut along K. M = 2 78.7 us, 8 141 us, 32 418 us: loads no longer bound, instructions do, and for codes of 4 bits, which
 // are bytes here, as for those of 8.
 //
 //   GROUP   codes that share a scale: a multiple of 32

@@ -10,13 +10,12 @@
 // Prediction: 110 instructions for a chunk of 2048 codes, 45 for its activations a row, against 130 clocks at the ceiling on
 // four schedulers: reading is what bounds up to 4 rows, 3 TB/s with W8 and somewhat less with W4, whose blocks are half as
 // long while they begin and end as slowly.
-// Outcome (H200, cold, median; M = 1, W8 / W4): 28.2 / 21.2 us on 17408 x 5120, 3.36 and 2.37 TB/s; 25.8 / 20.6 us on
-// 5120 x 17408; 11.7 / 9.35 us on 5120 x 6144. Before groups shared the sums of a product (panels.h), which halved the
-// instructions, the first was 27.6 / 23.1 us: W8 waits for memory, W4 for instructions too. Blocks that come and go, 24 warps
-// a multiprocessor, fill each other's gaps, and on the two narrow shapes nothing here is faster. 4 rows take 46 / 40 us: every
-// block splits what all others split too. From there on this is no longer the way: 32 rows took 575 us. With launches that
-// overlap 25.5 / 19.8 us, 24.6 / 19.1 and 9.8 / 7.7; 2048 x 2048, whose two chunks a warp are both asked for before the launch
-// before has ended, 4.4 / 4.0 us alone and 3.5 / 3.2 overlapped.
+// Outcome (H200, cold, median; M = 1, W8 / W4): 26.9 / 19.6 us on 17408 x 5120, 3.52 and 2.56 TB/s; 24.8 / 19.3 us on
+// 5120 x 17408; 11.0 / 8.8 us on 5120 x 6144. With launches that overlap 25.2 / 18.3, 24.4 / 17.7 and 9.5 / 7.3; 2048 x 2048,
+// whose two chunks a warp are both asked for before the launch before has ended, 4.3 / 3.8 us alone and 3.4 / 3.0 overlapped.
+// Taught: when groups came to share the sums of a product (panels.h), which halved the instructions, W4 gained 2 us and W8
+// nothing: it waits for memory. Blocks that come and go, 24 warps a multiprocessor, fill each other's gaps, and on the narrow
+// shapes nothing here is faster. But every block splits what all others split too: 4 rows took 46 / 40 us, 32 rows 575 us.
 //
 //   ROWS: 1, 2 or 4; BITS, ACTIVATIONS: see panels.h
 #include "panels.h"

@@ -14,11 +14,11 @@
 // time with W8 and half of it with W4. What is left is the beginning, 2 us until bytes flow, and the end, where
 // blocks differ by one step: 25 us for 94.7 MB and 15 us for 50 MB. With 32 rows the activations are 16 KB for 35 KB of W8 codes:
 // L2 gives what both take, 140 MB in 28 us, but has little left.
-// Outcome (H200, cold, median; 17408 x 5120): first 32 us for one row with 8 warps, W8 and W4 alike: neither memory nor
-// instructions bound, but the latency of dependent instructions in too few warps. With 16 of them, W8 / W4: M = 4 31.9 / 27.1
-// us, 8 37.2 / 33.7, 16 51.5 / 49.3, 32 76.7 / 77.4; with f16 activations 34.1 / 29.3 us at M = 8, 45.9 / 43.2 at 16. So W4,
-// with as many instructions as W8, gains little. Launches that overlap take 3 to 4 us less. Warps along K, all of x in shared
-// memory and two panels a warp were tried too: slower than this, or than kernel 7.
+// Outcome (H200, cold, median; 17408 x 5120; W8 / W4): M = 8 34.6 / 29.8 us, 16 45.8 / 45.1, 32 71.7 / 69.3; with f16
+// activations 32.8 / 25.6 us at M = 8, 39.5 / 39.0 at 16. Launches that overlap take 3 to 5 us less.
+// Taught: with 8 warps one row took 32 us, W8 and W4 alike: neither memory nor instructions bound, but the latency of dependent
+// instructions in too few warps. W4, with as many instructions as W8, gains little from half the bytes. Warps along K, all of
+// x in shared memory and two panels a warp were tried too: slower than this, or than kernel 7.
 //
 //   WARPS    of a block: one beside the other along the rows of w, a panel each
 //   CHUNKS   along K that a warp takes at a time: a step of the block

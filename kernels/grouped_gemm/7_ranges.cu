@@ -19,14 +19,15 @@
 // Prediction: 110 instructions a chunk and warp with 4 bits and 105 with 8, a fifth of the time that a multiprocessor has with W4
 // at the ceiling; 16 warps hide the 400 clocks of a chunk three times over. What is left is 2 us until the first bytes are
 // multiplied, and 1 us at the end: 16 us for 50 MB, 26 us for 94.7 MB.
-// Outcome (H200, cold, median, launches that overlap; W8 / W4): 17408 x 5120 24.7 / 16.2 us for M = 1, 3.83 and 3.10 TB/s,
-// 25.3 / 16.6 for M = 2, 27.0 / 17.7 for M = 4; alone 1.6 to 1.8 us more. 5120 x 17408 26.5 / 17.3 us for M = 1 and, in four
-// slices, 27.1 / 18.3 for M = 2 and 29.0 / 19.6 for M = 4. 5120 x 6144 11.2 / 9.1 us, where kernel 5 takes 9.6 / 7.4; 2048 x
-// 2048 3.5 / 3.1, a plain read 2.9 / 2.5.
+// Outcome (H200, cold, median, launches that overlap; W8 / W4): 17408 x 5120 24.1 / 15.4 us for M = 1, 3.94 and 3.27 TB/s, 25.1
+// / 16.1 for M = 2; alone 2 us more. 5120 x 17408 25.5 / 16.6 us for M = 1 and, in four slices, 26.1 / 17.7 for M = 2. With f16
+// activations 23.9 / 14.8 and 24.4 / 15.3 us for M = 1. 5120 x 6144 11.1 / 8.9 us, where kernel 5 takes 9.5 / 7.3; 2048 x 2048
+// 3.5 / 3.2, a plain read 2.9 / 2.5.
 // Taught: the ends, not the reading, set the time. One warp that adds up pieces instead of four took 1.4 us more; pieces of a
 // number read one after the other, a branch and a load each, and 100 instructions more before the first copy 0.5 to 0.9 us; x
 // with bank conflicts and divisions 41 ns for each KB of it. With slices all blocks meet once more: they pay from 2 rows of
-// 17408 on.
+// 17408 on. And x waits behind all weights that are asked for before it: with one of a warp's two slots before, and the other
+// behind the first loads of x, W4 takes 3 to 5% less time, W8 1 to 3%.
 // Tried in vain: more slots or warps; 11 warps of 72 registers, so that two blocks run on a multiprocessor (18.4 us for W4); 8
 // rows, which fit with f16 or slices (no faster than kernel 6).
 //

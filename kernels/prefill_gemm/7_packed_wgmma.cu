@@ -14,6 +14,9 @@
 // take microseconds to read: they come into the stages of x, behind its last ones, while those are multiplied. Of few
 // tokens, where a tile has parts of many blocks and multiprocessors have room, all blocks add up evenly what all of them left.
 //
+// What a block has of its last tile, in 16 bits and of many tokens, goes by way of shared memory, where nothing more comes in: a
+// copy writes 128 bytes of a token, of which lanes that store for themselves have 8 each, of lines far apart.
+//
 // Few tokens are a matter of bytes, and of what launches cost that follow each other. A block of half a multiprocessor
 // leaves room for one of the next launch, which fills its stages with weights while this one hands over and ends.
 //
@@ -21,22 +24,21 @@
 // there is. M = 8 to 32: 6 us to begin, to hand over and to end, and beside these 80% of the read ceiling. With room for
 // the next launch: 2 us less of them.
 //
-// Outcome (H200, cold, median, launches that overlap, out of 16 bits; W8 / W4, beside cuBLAS on bf16 weights in the same run):
-// M = 512 17408 x 5120 120.6 / 119.2 us (757 and 765 TFLOP/s; 790), 5120 x 17408 121.3 / 119.2 (752, 766; 766), 12288 x 5120
-// 88.0 / 85.5 (732, 753; 761), 10240 x 5120 74.4 / 73.3 (721, 732; 774), 5120 x 6144 46.5 / 46.2 (692, 697; 734): where a
-// block has little more than a tile, or not one, beginning and ending cost it 10 us. M = 2048, 17408 x 5120 459 / 455 us (795,
-// 803; 790). M = 16 25.7 / 19.0 us on 17408 x 5120, 26.5 / 18.7 on 5120 x 17408, 3.6 to 3.8 and 2.65 TB/s; alone 4 to 7 us
-// more.
+// Outcome (H200, cold, median, launches that overlap, out of 16 bits; W8 / W4 on bf16 activations, beside cuBLAS on bf16
+// weights in the same run): M = 512 17408 x 5120 122 / 120 us (750 and 760 TFLOP/s; 752), 5120 x 17408 124 / 120 (734, 762;
+// 735), 12288 x 5120 90 / 87 (715, 744; 723), 10240 x 5120 75.5 / 73.7 (711, 728; 743), 5120 x 6144 47.7 / 47.4 (676, 679;
+// 704): where a block has little more than a tile, or not one, beginning and ending cost it 10 us. M = 2048, 17408 x 5120 468 /
+// 456 us (780, 801; 758). M = 16, f16 25.8 / 18.9 us on 17408 x 5120, 26.9 / 18.8 on 5120 x 17408, 3.7 and 2.7 TB/s; alone 5 to
+// 7 us more.
 // Taught: of 10240 x 5120, M = 512, reading others' sums took 2.1 us, leaving one's own 0.9, storing 2.9, and of 5120 x 17408
 // 4.1, 1.1 and 1.8. Sums that come as stages do: 0.5 to 1.0% less time with int4, 0.9 to 2.3% with int8, but more with 64
-// tokens. Adding up evenly: int4, M = 16, 5120 x 17408 20.3 to 18.7 us; of 64 tokens and more twice the sums are read, and it
-// lost. With room for two blocks, a multiprocessor without one gets two of the next launch: 120 blocks took 13 us, 132 10.4.
+// tokens. Outputs that leave as boxes: 0.4 to 1.4% from 176 tokens on, nothing with 128. Adding up evenly: int4, M = 16, 5120 x
+// 17408 20.3 to 18.7 us; of 64 tokens and more twice the sums are read, and it lost. With room for two blocks, a multiprocessor
+// without one gets two of the next launch: 120 blocks took 13 us, 132 10.4. Products of bf16 draw less power than of f16, and
+// where power is the limit take 2 to 4% less time, with cuBLAS as well.
 // Tried in vain: codes read a turn ahead and x waited for later (5% slower), two blocks on a multiprocessor that both multiply
 // (8% slower), warpgroups that take columns of the same rows in turns (with stages of their own, without which copies that end
 // in any order are taken for one another: faster for a few shapes only), sums in float to out (3 us more at M = 512).
-//
-// What a block has of its last tile, in 16 bits, goes by way of shared memory, where nothing more comes in: a copy writes
-// 128 bytes of a token, of which lanes that store for themselves have 8 each, of lines far apart.
 //
 // There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
 //
