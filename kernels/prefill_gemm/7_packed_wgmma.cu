@@ -276,7 +276,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   if (warp == 0 && lane == 0) {
     for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
     for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps * CLUSTER);  // the other block's warps, too
-    for (PhaseBarrier &barrier : block.w_full) barrier.init(kPanels);
+    for (PhaseBarrier &barrier : block.w_full) barrier.init(kPanels);  // whose lanes count what each asks for
     for (PhaseBarrier &barrier : block.w_empty) barrier.init(kWarps);
     publish_barriers();
   }
