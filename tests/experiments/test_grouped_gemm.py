@@ -687,8 +687,7 @@ def test_selftest_compares_a_device_with_the_simulator(timed, monkeypatch, steps
 
 def peer(name, compute, bits=8):
     def prepare(weights, group, copies):
-        w = torch.from_numpy(weights)
-        return [lambda x: compute(x, w)] * copies
+        return [lambda x: compute(x, weights)] * copies
     return gemm_peers.Peer(name, bits, "float32", None, prepare)
 
 

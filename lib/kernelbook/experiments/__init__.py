@@ -6,7 +6,7 @@ only its sign does. A claim without a figure is reproduced where it holds on eve
 it does on most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +34,17 @@ class Finding:
     data: Any = None
 
 
+def made_ahead(make: Callable, cases: Sequence[tuple]) -> Iterator:
+    """make(*case) of each case in turn, the next one made in a thread while one is used."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(make, *cases[0]) if cases else None
+        for case in [*cases[1:], None]:
+            made = following.result()
+            following = pool.submit(make, *case) if case else None
+            yield made
+            del made  # its arrays on the device
+
+
 @dataclass
 class Lab:
     """Where experiments run and what they write to.
@@ -54,6 +65,12 @@ class Lab:
     def rng(self, *key: int) -> np.random.Generator:
         """A generator that depends on the seed and the key only, not on what ran before."""
         return np.random.default_rng([self.seed, *key])
+
+    def tensor(self, array):
+        """An array of NumPy or of the device as PyTorch's, where the lab computes."""
+        import torch
+        found = torch.from_dlpack(array)
+        return found.cuda() if self.timed and torch.cuda.is_available() else found
 
     def compile_ahead(self, sources: Sequence[Source]) -> None:
         """On an NVIDIA GPU, have several compiled at once, which is most of what the first run on a machine takes.

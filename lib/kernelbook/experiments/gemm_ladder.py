@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from kernelbook import formats, measure, packing, shapes, stats
 from kernelbook.backends import BackendUnavailable, Source
-from kernelbook.experiments import Lab
+from kernelbook.experiments import Lab, made_ahead
 from kernelbook.experiments import grouped_gemm as article
 from kernelbook.ops import packed_gemm as op
 from kernelbook.ops.gemm_dispatch import ACCURACY, Weight, accuracy_of, choose, converted
@@ -339,10 +339,7 @@ class _Weights:
 
     def dense(self):
         """The weights as a float32 tensor [N, K] on the device, for peers."""
-        s = self.strips
-        codes = _tensor(s.codes, self.lab)[:, :s.n].float().reshape(s.groups, s.group, s.n)
-        scales = _tensor(s.scales, self.lab)[:, :s.n]
-        return (codes * scales[:, None]).reshape(s.k, s.n).T.contiguous()
+        return article.dense(self.lab, self.strips)
 
 
 class _Activations:
@@ -373,14 +370,14 @@ def ladder(lab: Lab, shapes_: Sequence[shapes.Projection], rows: Sequence[int], 
     peers = _peers(lab) if lab.timed else []
     _compile_designs(lab)
     cases = [(lab, p, precision) for p in shapes_ for precision in precisions]
-    for (_, p, _), weights in zip(cases, _made_ahead(_Weights, cases), strict=True):
+    for (_, p, _), weights in zip(cases, made_ahead(_Weights, cases), strict=True):
         few = [m for m in rows if p.name != "lm_head" or m <= LM_HEAD_ROWS]
         if not few:
             continue
         if p.k not in inputs:
             inputs[p.k] = _Activations(lab, rows[-1], p.k)
         x, ready = inputs[p.k], _prepare_peers(lab, weights, peers if p in shapes_[:peer_shapes] else [])
-        exact = _tensor(x.host[:few[-1]], lab).double() @ _tensor(weights.sample, lab).T
+        exact = lab.tensor(x.host[:few[-1]]).double() @ lab.tensor(weights.sample).T
         exact = exact.cpu().numpy()
         outs = {dtype: lab.backend.empty((few[-1], weights.panels.n), dtype) for dtype in op.DTYPES.values()}
         for m in few:
@@ -390,24 +387,6 @@ def ladder(lab: Lab, shapes_: Sequence[shapes.Projection], rows: Sequence[int], 
     lab.record.measure(kernel=KERNEL, variant="all", case={"results": len(found.errors)}, unit="1",
                        metric="repeats_with_other_bits", value=found.unequal)
     return found
-
-
-def _made_ahead(make: Callable, cases: Sequence[tuple]) -> Iterator:
-    """make(*case) of each case in turn, the next one made in a thread while one is used."""
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(make, *cases[0]) if cases else None
-        for case in [*cases[1:], None]:
-            made = following.result()
-            following = pool.submit(make, *case) if case else None
-            yield made
-            del made  # its arrays on the device
-
-
-def _tensor(array, lab: Lab):
-    """An array of NumPy or of the device as a tensor where the lab computes."""
-    import torch
-    tensor = torch.from_dlpack(array)
-    return tensor.cuda() if lab.timed and torch.cuda.is_available() else tensor
 
 
 def _ours(weights: _Weights, x: _Activations, outs, m: int) -> list[_Contender]:
@@ -446,7 +425,7 @@ def _ours(weights: _Weights, x: _Activations, outs, m: int) -> list[_Contender]:
 def _floats(out, lab: Lab):
     """An output as a tensor: of 16-bit integers are bits of bfloat16."""
     import torch
-    return _tensor(out.view(np.int16), lab).view(torch.bfloat16) if out.dtype == np.uint16 else _tensor(out, lab)
+    return lab.tensor(out.view(np.int16)).view(torch.bfloat16) if out.dtype == np.uint16 else lab.tensor(out)
 
 
 def _measure(lab, found: Ladder, weights, m, contenders, exact, budget_s) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kernelbook import backends, counters, formats, measure, shapes, smollm2, stats, toolchain
 from kernelbook.backends.cpu import CpuBackend
-from kernelbook.experiments import Finding, Lab, not_timed, omitted, speed_verdict
+from kernelbook.experiments import Finding, Lab, made_ahead, not_timed, omitted, speed_verdict
 from kernelbook.ops import grouped_gemm as op
 from kernelbook.peers import gemm as gemm_peers
 
@@ -465,12 +465,23 @@ def _outer_columns(strips: formats.Strips) -> tuple[np.ndarray, formats.Strips]:
     return keep, formats.pack(strips.codes[:, keep].T, strips.scales[:, keep].T, strips.group, strips.precision)
 
 
-class _Weights:
-    """One random weight matrix on the device, in enough copies to be measured cold."""
+def dense(lab: Lab, strips: formats.Strips):
+    """The weights as a float32 tensor [N, K], K a multiple of the group, where the lab computes: for peers."""
+    groups, group, n = strips.groups, strips.group, strips.n
+    codes = lab.tensor(strips.codes)[:, :n].float().reshape(groups, group, n)
+    return (codes * lab.tensor(strips.scales)[:, None, :n]).reshape(groups * group, n).T.contiguous()
 
-    def __init__(self, lab: Lab, p: shapes.Projection, precision: str, group: int = 32):
+
+def _strips(lab: Lab, p: shapes.Projection, precision: str, group: int = 32) -> formats.Strips:
+    return random_strips(lab.rng(9, p.n, p.k), p.n, p.k, group, precision)
+
+
+class _Weights:
+    """One random weight matrix on the device, in enough copies to be measured cold. strips: made where not given."""
+
+    def __init__(self, lab: Lab, p: shapes.Projection, precision: str, group: int = 32, strips=None):
         self.lab = lab
-        self.strips = random_strips(lab.rng(9, p.n, p.k), p.n, p.k, group, precision)
+        self.strips = strips or _strips(lab, p, precision, group)
         first = op.GroupedGemm(lab.backend, self.strips)
         copies = measure.rotation(self.strips.nbytes, lab.backend.l2_bytes)
         self.gemms = [first] + [first.clone() for _ in range(copies - 1)]
@@ -672,30 +683,29 @@ def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence
         if peer.missing:
             lab.record.measure(kernel=KERNEL, variant=peer.name, case={}, metric="time_us", value=None, unit="us",
                                status="skipped", reason=peer.missing)
-    for p in projections:
-        for precision in precisions:
-            weights = _Weights(lab, p, precision)
-            prepared = _prepare_peers(lab, weights, known)
-            for m in rows:
-                contenders, nbytes = {}, {}
-                for activations in VARIANTS:
-                    bench = _Bench(weights, m, activations)
-                    if bench.check():
-                        nbytes[bench.variant] = bench.nbytes
-                        contenders[bench.variant, "cold"] = bench.calls()
-                        contenders[bench.variant, "warm"] = bench.calls(cold=False)
-                for peer, calls in prepared.items():
-                    given = gemm_peers.activations(peer, weights.x(m))
-                    if _check_peer(lab, peer, calls[0], weights, given):
-                        nbytes[peer.name] = peer.weight_bytes(p.n, p.k, 32) + 2 * m * (p.k + p.n)
-                        contenders[peer.name, "cold"] = [lambda c=c, given=given: c(given) for c in calls]
-                for (variant, cache), timing in measure.device_times(contenders, budget_s=budget_s).items():
-                    flop = 2 * m * p.n * p.k
-                    lab.time(KERNEL, variant, _case(m, weights.strips), timing, cache,
-                             nbytes=nbytes[variant], flop=flop)
-                    table.append({"projection": p.name, "N": p.n, "K": p.k, "M": m, "codes": precision,
-                                  "variant": variant, "cache": cache, "timing": timing, "nbytes": nbytes[variant],
-                                  "flop": flop})
+    cases = [(lab, p, precision) for p in projections for precision in precisions]
+    for (_, p, precision), strips in zip(cases, made_ahead(_strips, cases), strict=True):
+        weights = _Weights(lab, p, precision, strips=strips)
+        prepared = _prepare_peers(lab, weights, known)
+        for m in rows:
+            contenders, nbytes = {}, {}
+            for activations in VARIANTS:
+                bench = _Bench(weights, m, activations)
+                if bench.check():
+                    nbytes[bench.variant] = bench.nbytes
+                    contenders[bench.variant, "cold"] = bench.calls()
+                    contenders[bench.variant, "warm"] = bench.calls(cold=False)
+            for peer, calls in prepared.items():
+                given = gemm_peers.activations(peer, weights.x(m))
+                if _check_peer(lab, peer, calls[0], weights, given):
+                    nbytes[peer.name] = peer.weight_bytes(p.n, p.k, 32) + 2 * m * (p.k + p.n)
+                    contenders[peer.name, "cold"] = [lambda c=c, given=given: c(given) for c in calls]
+            for (variant, cache), timing in measure.device_times(contenders, budget_s=budget_s).items():
+                flop = 2 * m * p.n * p.k
+                lab.time(KERNEL, variant, _case(m, weights.strips), timing, cache, nbytes=nbytes[variant], flop=flop)
+                table.append({"projection": p.name, "N": p.n, "K": p.k, "M": m, "codes": precision,
+                              "variant": variant, "cache": cache, "timing": timing, "nbytes": nbytes[variant],
+                              "flop": flop})
     return table
 
 
@@ -727,13 +737,12 @@ def _prepare_peers(lab, weights, known):
     ready = {}
     s = weights.strips
     bits = {"int8": 8, "int4": 4}[s.precision]
-    dense = s.dequantize()
-    for peer in known:
-        if peer.missing or peer.bits not in (bits, 16):
-            continue
+    serving = [peer for peer in known if not peer.missing and peer.bits in (bits, 16)]
+    given = dense(lab, s) if serving else None
+    for peer in serving:
         copies = measure.rotation(peer.weight_bytes(s.n, s.k, s.group), lab.backend.l2_bytes)
         try:
-            ready[peer] = peer.prepare(dense, s.group, copies)
+            ready[peer] = peer.prepare(given, s.group, copies)
         except Exception as error:  # a peer's own failure must not cost the run
             _peer_failed(lab, peer, {"N": s.n, "K": s.k, "group": s.group, "codes": s.precision}, error)
     return ready
