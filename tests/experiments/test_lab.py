@@ -5,6 +5,7 @@ import pytest
 
 from kernelbook import experiments, records
 from kernelbook.measure import Ceiling, Timing
+from kernelbook.peers import gemm
 
 
 @pytest.fixture
@@ -175,3 +176,30 @@ def test_the_summary_names_what_a_reader_wants_first(lab):
 def test_no_case_gives_no_verdict():
     with pytest.raises(ValueError, match="no case"):
         experiments.speed_verdict([])
+
+
+def test_what_has_no_time_says_why(lab):
+    lab.no_time("k", "one", {"M": 1}, "skipped", "it is not here")
+    lab.no_time("k", "two", {"M": 1}, "runtime_error", ValueError("no " * 200))
+    one, two = lab.record.measurements
+    assert (one["variant"], one["status"], one["reason"], one["value"]) == ("one", "skipped", "it is not here", None)
+    assert two["reason"].startswith("ValueError: no no") and len(two["reason"]) == 300
+
+
+def test_peers_that_are_missing_or_fail_are_recorded_and_left_out(lab):
+    def prepare(weights, group, copies):
+        if fails:
+            raise RuntimeError("no kernel image")
+        return [(weights.shape, group)] * copies
+
+    peers = [gemm.Peer("here", 8, "float16", None, prepare), gemm.Peer("absent", 8, "float16", "no module", prepare)]
+    here = lab.able("k", peers, {"experiment": "e"})
+    assert here == peers[:1]
+    weights, fails, asked = np.zeros((16, 64), np.float32), False, []
+    ready = lab.prepare_peers("k", here, weights, lambda nbytes: asked.append(nbytes) or 3, {"N": 16})
+    assert ready == {here[0]: [((16, 64), 32)] * 3} and asked == [16 * 64 + 2 * 16 * 64 // 32]
+    fails = True
+    assert lab.prepare_peers("k", here, weights, lambda nbytes: 3, {"N": 16}) == {}
+    assert [(m["variant"], m["case"], m["status"], m["reason"]) for m in lab.record.measurements] == [
+        ("absent", {"experiment": "e"}, "skipped", "no module"),
+        ("here", {"N": 16}, "runtime_error", "RuntimeError: no kernel image")]

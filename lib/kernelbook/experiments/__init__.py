@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kernelbook import measure, stats, toolchain
+from kernelbook import formats, measure, stats, toolchain
 from kernelbook.backends import Backend, Source
 from kernelbook.records import Record, Verdict
 
@@ -132,6 +132,32 @@ class Lab:
                 put(metric, *rate, unit)
                 if ceiling in self.ceilings and not host:
                     put(f"fraction_of_{ceiling}", *(r / self.ceilings[ceiling].value for r in rate), "1")
+
+    def no_time(self, kernel: str, variant: str, case: dict, status: str, reason: str | Exception) -> None:
+        """Record that a variant has no time, and why. status: as Record.measure takes it."""
+        if isinstance(reason, Exception):
+            reason = f"{type(reason).__name__}: {reason}"[:300]
+        self.record.measure(kernel=kernel, variant=variant, case=case, metric="time_us", value=None, unit="us",
+                            status=status, reason=reason)
+
+    def able(self, kernel: str, peers: Sequence, case: dict | None = None) -> list:
+        """Those of some peers that can run here; that the others are skipped, and why, is recorded."""
+        for peer in peers:
+            if peer.missing:
+                self.no_time(kernel, peer.name, case or {}, "skipped", peer.missing)
+        return [peer for peer in peers if not peer.missing]
+
+    def prepare_peers(self, kernel: str, peers: Sequence, weights, copies: Callable[[int], int], case: dict) -> dict:
+        """Peer to its calls of a product with weights, float32 [N, K] in groups of 32: one for each of so many copies
+        of what it makes of them, whose bytes `copies` is given. That one fails is recorded."""
+        ready = {}
+        for peer in peers:
+            try:
+                nbytes = peer.weight_bytes(*weights.shape, formats.BLOCK)
+                ready[peer] = peer.prepare(weights, formats.BLOCK, copies(nbytes))
+            except Exception as error:  # a peer's own failure must not cost the run
+                self.no_time(kernel, peer.name, case, "runtime_error", error)
+        return ready
 
     def judge(self, finding: Finding) -> Verdict:
         """Record a finding's verdict; returns the box to display."""

@@ -37,8 +37,6 @@ MOST_ROWS = {ARTICLE: 32, "tinygemm_int4": 32}
 """M up to which a variant is timed that is tens of times behind from there on."""
 LM_HEAD_ROWS = 32
 """M up to which lm_head is multiplied: a prefill runs it on the last row of a sequence only."""
-PEER_BOUND = {16: 0.01, 8: 0.01, 4: 0.15}
-"""Relative Frobenius that a peer must stay within, by the bits of its weights: it quantizes them by its own rule."""
 BANDWIDTH_ROWS = 64
 """M up to which a speed is recorded as a bandwidth; beyond, as operations a second."""
 COMPILING_PEERS = ("humming_int8", "humming_int4")
@@ -367,7 +365,7 @@ def ladder(lab: Lab, shapes_: Sequence[shapes.Projection], rows: Sequence[int], 
     rows = sorted(set(rows) if lab.timed else {1 if m == 1 else 4 for m in rows})
     if not lab.timed:
         shapes_ = [p for i, p in enumerate(shapes_) if p.k not in {q.k for q in shapes_[:i]}]
-    peers = _peers(lab) if lab.timed else []
+    peers = lab.able(KERNEL, gemm_peers.all_peers()) if lab.timed else []
     _compile_designs(lab)
     cases = [(lab, p, precision) for p in shapes_ for precision in precisions]
     for (_, p, _), weights in zip(cases, made_ahead(_Weights, cases), strict=True):
@@ -416,7 +414,7 @@ def _ours(weights: _Weights, x: _Activations, outs, m: int) -> list[_Contender]:
                     calls = [gemm.prepare(x(design.activations, m), out=out, overlap=overlap)
                              for gemm in weights.packed(name, m)]
                 except BackendUnavailable as missing:
-                    _no_time(lab, variant(name), weights.case(m), "skipped", str(missing))
+                    lab.no_time(KERNEL, variant(name), weights.case(m), "skipped", str(missing))
                     break
                 add(variant(name), accuracy_of(design.bound), calls, design.bound, design.activations, out, overlap)
     return found
@@ -438,7 +436,7 @@ def _measure(lab, found: Ladder, weights, m, contenders, exact, budget_s) -> Non
         except Exception as error:  # a peer's own failure must not cost the run
             if c.accuracy:
                 raise
-            _no_time(lab, c.variant, labelled, "runtime_error", f"{type(error).__name__}: {error}"[:300])
+            lab.no_time(KERNEL, c.variant, labelled, "runtime_error", error)
             continue
         error = _error(out, weights.columns, exact)
         if c.accuracy:
@@ -502,31 +500,14 @@ def points(record: dict) -> list[Point]:
 
 # ---------------------------------------------------------------- peers
 
-def _no_time(lab, name, case, status, reason) -> None:
-    lab.record.measure(kernel=KERNEL, variant=name, case=case, metric="time_us", value=None, unit="us", status=status,
-                       reason=reason)
-
-
-def _peers(lab: Lab) -> list[gemm_peers.Peer]:
-    known = gemm_peers.all_peers()
-    for peer in known:
-        if peer.missing:
-            _no_time(lab, peer.name, {}, "skipped", peer.missing)
-    return [peer for peer in known if not peer.missing]
-
-
 def _prepare_peers(lab, weights: _Weights, peers) -> dict[gemm_peers.Peer, list[Callable]]:
     """Peer to its calls, one for each copy of the weights: those that serve this precision."""
-    ready, n, k = {}, weights.panels.n, weights.panels.k
-    serving = [peer for peer in peers if peer.bits in (packing.CODE_BITS[weights.panels.precision], 16)]
-    dense = weights.dense() if serving else None
-    for peer in serving:
-        try:
-            ready[peer] = peer.prepare(dense, formats.BLOCK, weights.copies(peer.weight_bytes(n, k, formats.BLOCK)))
-        except Exception as error:  # a peer's own failure must not cost the run
-            _no_time(lab, peer.name, {"N": n, "K": k, "codes": weights.panels.precision}, "runtime_error",
-                     f"{type(error).__name__}: {error}"[:300])
-    return ready
+    panels = weights.panels
+    serving = [peer for peer in peers if peer.bits in (packing.CODE_BITS[panels.precision], 16)]
+    if not serving:
+        return {}
+    return lab.prepare_peers(KERNEL, serving, weights.dense(), weights.copies,
+                             {"N": panels.n, "K": panels.k, "codes": panels.precision})
 
 
 def _of_peers(weights: _Weights, x: _Activations, m: int, ready) -> list[_Contender]:
@@ -536,7 +517,7 @@ def _of_peers(weights: _Weights, x: _Activations, m: int, ready) -> list[_Conten
             given = gemm_peers.activations(peer, x.host[:m])
             bound = [lambda call=call, given=given: call(given) for call in calls]
             nbytes = peer.weight_bytes(n, k, formats.BLOCK) + 2 * m * (k + n)
-            found.append(_Contender(peer.name, None, bound, PEER_BOUND[peer.bits], nbytes, bound[0]))
+            found.append(_Contender(peer.name, None, bound, gemm_peers.BOUND[peer.bits], nbytes, bound[0]))
     return found
 
 

@@ -678,11 +678,7 @@ def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence
     recorded as such and has no time. budget_s: seconds of measuring a shape, precision and M, see measure.device_times.
     """
     table = []
-    known = gemm_peers.all_peers()
-    for peer in known:
-        if peer.missing:
-            lab.record.measure(kernel=KERNEL, variant=peer.name, case={}, metric="time_us", value=None, unit="us",
-                               status="skipped", reason=peer.missing)
+    known = lab.able(KERNEL, gemm_peers.all_peers())
     cases = [(lab, p, precision) for p in projections for precision in precisions]
     for (_, p, precision), strips in zip(cases, made_ahead(_strips, cases), strict=True):
         weights = _Weights(lab, p, precision, strips=strips)
@@ -734,37 +730,26 @@ def standings(table: list[dict]) -> list[dict]:
 
 def _prepare_peers(lab, weights, known):
     """Peer to its calls, one for each copy of the weights: those that serve this precision."""
-    ready = {}
     s = weights.strips
-    bits = {"int8": 8, "int4": 4}[s.precision]
-    serving = [peer for peer in known if not peer.missing and peer.bits in (bits, 16)]
-    given = dense(lab, s) if serving else None
-    for peer in serving:
-        copies = measure.rotation(peer.weight_bytes(s.n, s.k, s.group), lab.backend.l2_bytes)
-        try:
-            ready[peer] = peer.prepare(given, s.group, copies)
-        except Exception as error:  # a peer's own failure must not cost the run
-            _peer_failed(lab, peer, {"N": s.n, "K": s.k, "group": s.group, "codes": s.precision}, error)
-    return ready
+    serving = [peer for peer in known if peer.bits in ({"int8": 8, "int4": 4}[s.precision], 16)]
+    if not serving:
+        return {}
+    return lab.prepare_peers(KERNEL, serving, dense(lab, s),
+                             lambda nbytes: measure.rotation(nbytes, lab.backend.l2_bytes),
+                             {"N": s.n, "K": s.k, "group": s.group, "codes": s.precision})
 
 
 def _check_peer(lab, peer, call, weights, given) -> bool:
-    """A peer rounds activations to 16 bits and quantizes by its own rule: within 1% for 8 bits, 15% for 4."""
+    """Whether the peer is within its bound of float64; records the errors."""
     s = weights.strips
     case = _case(len(given), s)
     try:
         out = call(given).float().cpu().numpy()
-    except Exception as error:  # as above
-        _peer_failed(lab, peer, case, error)
+    except Exception as error:  # a peer's own failure must not cost the run
+        lab.no_time(KERNEL, peer.name, case, "runtime_error", error)
         return False
-    bound = {16: 0.01, 8: 0.01, 4: 0.15}[peer.bits]
-    return _passes(lab, peer.name, case, out, op.reference(weights.x(len(given)), weights.sample), bound,
-                   columns=weights.columns)
-
-
-def _peer_failed(lab, peer, case, error):
-    lab.record.measure(kernel=KERNEL, variant=peer.name, case=case, metric="time_us", value=None, unit="us",
-                       status="runtime_error", reason=f"{type(error).__name__}: {error}"[:300])
+    return _passes(lab, peer.name, case, out, op.reference(weights.x(len(given)), weights.sample),
+                   gemm_peers.BOUND[peer.bits], columns=weights.columns)
 
 
 # ---------------------------------------------------------------- called from the host (G09 to G12)

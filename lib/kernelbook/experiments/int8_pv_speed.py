@@ -317,9 +317,8 @@ def _time_case(problem, forms, budget_s, more) -> list[dict]:
 def _fits(lab, shape, experiment, memory_gib) -> bool:
     needed = shape.cache_bytes * _copies(lab, shape) / 2**30
     if needed > memory_gib:
-        lab.record.measure(kernel=KERNEL, variant="2_decode_int8", case=shape.case | {"experiment": experiment},
-                           metric="time_us", value=None, unit="us", status="skipped",
-                           reason=f"copies of the cache take {needed:.1f} GiB, more than the {memory_gib:g} allowed")
+        lab.no_time(KERNEL, "2_decode_int8", shape.case | {"experiment": experiment}, "skipped",
+                    f"copies of the cache take {needed:.1f} GiB, more than the {memory_gib:g} allowed")
     return needed <= memory_gib
 
 
@@ -813,12 +812,7 @@ def beside_peers(lab: Lab, decode_settings: Sequence[Sequence[int]] = PEER_SETTI
     paged = {"block_size": PEER_BLOCK_SIZE}
     shapes = _shapes(decode_settings, decode_histories, **paged) if len(decode_settings) else []
     shapes += _shapes(prefill_settings, prefill_histories, queries=queries, **paged) if len(prefill_settings) else []
-    known = []
-    for peer in attention_peers.all_peers():
-        if peer.missing:
-            _no_peer(lab, peer.name, {"experiment": "peers"}, "skipped", peer.missing)
-        else:
-            known.append(peer)
+    known = lab.able(KERNEL, attention_peers.all_peers(), {"experiment": "peers"})
     if not lab.timed:
         return []
     return [row for shape in shapes if _fits(lab, shape, "peers", memory_gib)
@@ -912,7 +906,7 @@ def _peer_bench(problem: _Problem, peer: attention_peers.AttentionPeer) -> _Benc
     lab, shape, case = problem.lab, problem.shape, problem.case
     refusal = peer.supports(shape.head_dim, shape.queries, True)
     if refusal:
-        return _no_peer(lab, peer.name, case, "skipped", refusal)
+        return lab.no_time(KERNEL, peer.name, case, "skipped", refusal)
     nbytes = peer.cache_bytes(shape.batch, shape.length, shape.kv_heads, shape.head_dim)
     try:
         k, v = _floats(problem.caches[0], shape)
@@ -921,12 +915,7 @@ def _peer_bench(problem: _Problem, peer: attention_peers.AttentionPeer) -> _Benc
         # what no graph can hold fails here, alone, and not in the run of all
         measure.device_times({peer.name: calls[:1]}, rounds=1, sample_us=0)
     except Exception as error:  # a peer's own failure must not cost the run
-        return _no_peer(lab, peer.name, case, "runtime_error", f"{type(error).__name__}: {error}"[:300])
+        return lab.no_time(KERNEL, peer.name, case, "runtime_error", error)
     if not problem.check(peer.name, case, out, PEER_BOUND[peer.bits]):
         return None
     return _Bench(problem, peer.name, case, calls, nbytes + 2 * 2 * problem.host_q.size)
-
-
-def _no_peer(lab, name, case, status, reason) -> None:
-    lab.record.measure(kernel=KERNEL, variant=name, case=case, metric="time_us", value=None, unit="us", status=status,
-                       reason=reason)

@@ -262,8 +262,7 @@ def _last_tokens(outcome: Outcome) -> Outcome:
 
 def _leave_out(lab, name, runs, status, reason) -> None:
     runs.left_out[name] = reason
-    lab.record.measure(kernel=KERNEL, variant=name, case=runs.case, metric="time_us", value=None, unit="us",
-                       status=status, reason=reason)
+    lab.no_time(KERNEL, name, runs.case, status, reason)
 
 
 def _time(lab, model, ids, names, repeats, runs) -> None:
@@ -324,8 +323,7 @@ def _profiled(lab, name, call, runs, host: Timing) -> Breakdown | None:
                                 buckets.rules())
     except (BackendUnavailable, ValueError) as error:
         runs.not_profiled[name] = str(error)[:300]
-        lab.record.measure(kernel=KERNEL, variant=name, case=runs.case | {"bucket": "wall"}, metric="time_us",
-                           value=None, unit="us", status="runtime_error", reason=runs.not_profiled[name])
+        lab.no_time(KERNEL, name, runs.case | {"bucket": "wall"}, "runtime_error", runs.not_profiled[name])
         return None
     part = max(parts, key=lambda part: part.busy_ms)
     case = runs.case | {"profiled passes": part.passes.count}
@@ -436,8 +434,7 @@ def _measured(lab, model, runs, session, repeats) -> Peer:
 
 
 def _no_peer(lab, runs, status, reason) -> Peer:
-    lab.record.measure(kernel=KERNEL, variant=LLAMA, case=runs.case, metric="time_us", value=None, unit="us",
-                       status=status, reason=reason)
+    lab.no_time(KERNEL, LLAMA, runs.case, status, reason)
     return Peer(reason)
 
 

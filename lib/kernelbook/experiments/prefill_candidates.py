@@ -36,8 +36,6 @@ BOUND = {"float32": 1e-6, "int8": 1e-6, "bf16": 4e-3}
 """Relative Frobenius against float64 that a design must stay within, by its activations; those on int8 against float64
 on the quantized activations."""
 PEERS = ("cublas_bf16", "humming_int4")
-PEER_BOUND = {16: 0.01, 4: 0.15}
-"""The same for peers by the bits of their weights: 4 are quantized anew, by a peer's own rule."""
 ROWS = (16, 64, 256, 512, 2048)
 SAMPLE = 32
 """Rows of tiles at either end of the weights that outputs are compared on."""
@@ -173,7 +171,7 @@ class _Rows:
     def peer(self, peer: gemm_peers.Peer, calls: list[Callable]) -> _Bench:
         given = gemm_peers.activations(peer, self.host)
         bound = [lambda call=call: call(given) for call in calls[:self.copies]]
-        return _Bench(peer.name, "peer", bound, self.exact, PEER_BOUND[peer.bits],
+        return _Bench(peer.name, "peer", bound, self.exact, gemm_peers.BOUND[peer.bits],
                       lambda: bound[0]().float().cpu().numpy())
 
     def _own_out(self) -> np.ndarray:
@@ -227,12 +225,13 @@ def candidates(lab: Lab, model: shapes.Inventory = shapes.QWEN3_5_27B, rows: Seq
     Raises what check_parameters raises.
     """
     check_parameters(rows=rows, designs=designs, pass_rows=pass_rows, tokens=[1], layers=1)
-    peers = _peers(lab)
+    peers = lab.able(KERNEL, [peer for peer in gemm_peers.all_peers() if peer.name in PEERS])
     lab.compile_ahead([source for name in designs for source in _sources(lab, name)])
     table, left_out = [], []
     for i, p in enumerate(shapes.distinct(model.projections)):
         problem = _Problem(lab, p, i, None if lab.timed else 64)
-        ready = _prepare_peers(problem, peers) if lab.timed else {}
+        ready = lab.prepare_peers(KERNEL, peers, problem.tiles.dequantize(), problem.copies,
+                                  {"N": p.n, "K": p.k}) if lab.timed else {}
         for m in rows if lab.timed else sorted({min(m, 32) for m in rows}):
             if _fits(problem, m, memory_gib):
                 found, wrong = _measure(_Rows(problem, m), designs, ready, budget_s)
@@ -264,14 +263,14 @@ def _measure(given: _Rows, designs, ready, budget_s) -> tuple[list[dict], list[s
         try:
             benches.append(given.design(name))
         except ValueError as cannot:
-            _no_time(lab, _variant(name), case, "skipped", str(cannot))
+            lab.no_time(KERNEL, _variant(name), case, "skipped", str(cannot))
     for peer, calls in ready.items():
         try:
             benches.append(given.peer(peer, calls))
             benches[-1].out()
         except Exception as error:  # a peer's own failure must not cost the run
             benches = [bench for bench in benches if bench.name != peer.name]
-            _no_time(lab, peer.name, case, "runtime_error", f"{type(error).__name__}: {error}"[:300])
+            lab.no_time(KERNEL, peer.name, case, "runtime_error", error)
     rows = []
     for bench in benches:
         own, total = given.error(bench)
@@ -296,32 +295,6 @@ def _measure(given: _Rows, designs, ready, budget_s) -> tuple[list[dict], list[s
     return rows, wrong
 
 
-def _peers(lab: Lab) -> list[gemm_peers.Peer]:
-    known = [peer for peer in gemm_peers.all_peers() if peer.name in PEERS]
-    for peer in known:
-        if peer.missing:
-            _no_time(lab, peer.name, {}, "skipped", peer.missing)
-    return [peer for peer in known if not peer.missing]
-
-
-def _prepare_peers(problem: _Problem, known) -> dict:
-    """Peer to its calls, one for each copy of the weights."""
-    ready, dense = {}, problem.tiles.dequantize()
-    for peer in known:
-        try:
-            ready[peer] = peer.prepare(dense, formats.BLOCK, problem.copies(peer.weight_bytes(
-                problem.n, problem.k, formats.BLOCK)))
-        except Exception as error:  # a peer's own failure must not cost the run
-            _no_time(problem.lab, peer.name, {"N": problem.n, "K": problem.k}, "runtime_error",
-                     f"{type(error).__name__}: {error}"[:300])
-    return ready
-
-
-def _no_time(lab, variant, case, status, reason, kernel=KERNEL) -> None:
-    lab.record.measure(kernel=kernel, variant=variant, case=case, metric="time_us", value=None, unit="us",
-                       status=status, reason=reason)
-
-
 def _fits(problem: _Problem, m: int, memory_gib: float) -> bool:
     if not problem.lab.timed:
         return True
@@ -331,8 +304,8 @@ def _fits(problem: _Problem, m: int, memory_gib: float) -> bool:
     # activations in three forms and two peers'; outputs of ours, a slice of K more or two, and of peers
     needed = (weights + m * k * (4 + 2 + 1 + 4) + m * n * 4 * 6) / 2**30
     if needed > memory_gib:
-        _no_time(problem.lab, _variant(BASE), problem.case(m), "skipped",
-                 f"the case takes {needed:.1f} GiB, more than the {memory_gib:g} allowed")
+        problem.lab.no_time(KERNEL, _variant(BASE), problem.case(m), "skipped",
+                            f"the case takes {needed:.1f} GiB, more than the {memory_gib:g} allowed")
     return needed <= memory_gib
 
 
@@ -460,12 +433,7 @@ def delta_net(lab: Lab, tokens: Sequence[int] = (512, 2048), key_heads: int = 16
     variant, error, us, p10, p90, "of FLA"}, warm, since the layer has just written what the recurrence reads; without a
     GPU at most 130 tokens of one key head, without times. A wrong design or peer has no row.
     """
-    known = []
-    for peer in delta_net_peers.all_peers():
-        if peer.missing:
-            _no_time(lab, peer.name, {}, "skipped", peer.missing, GDN)
-        else:
-            known.append(peer)
+    known = lab.able(GDN, delta_net_peers.all_peers())
     if not lab.timed:
         value_heads, key_heads, known = max(1, value_heads // key_heads), 1, []
     weights, table = _gdn_weights(lab, key_heads, value_heads), []
@@ -474,8 +442,8 @@ def delta_net(lab: Lab, tokens: Sequence[int] = (512, 2048), key_heads: int = 16
         # x and its parts in float64 on the host are no device memory; on it inputs, factors of two terms and outputs
         needed = 4 * gdn.HEAD_DIM * count * (6 * key_heads + 6 * value_heads) / 2**30
         if needed > memory_gib:
-            _no_time(lab, GDN_FILES["chunked"], case, "skipped",
-                     f"the case takes {needed:.1f} GiB, more than the {memory_gib:g} allowed", GDN)
+            lab.no_time(GDN, GDN_FILES["chunked"], case, "skipped",
+                        f"the case takes {needed:.1f} GiB, more than the {memory_gib:g} allowed")
             continue
         table += _delta_net_case(lab, weights, case, known, budget_s)
     return table
@@ -505,7 +473,7 @@ def _delta_net_case(lab, weights, case, known, budget_s) -> list[dict]:
             # what no graph can hold fails here, alone, and not in the run of all
             measure.device_times({peer.name: [call]}, rounds=1, sample_us=0)
         except Exception as error:  # a peer's own failure must not cost the run
-            _no_time(lab, peer.name, case, "runtime_error", f"{type(error).__name__}: {error}"[:300], GDN)
+            lab.no_time(GDN, peer.name, case, "runtime_error", error)
             continue
         error = lab.errors(GDN, peer.name, case, out, expected, GDN_PEER_BOUND)
         if error.relative_frobenius <= GDN_PEER_BOUND:

@@ -11,6 +11,10 @@ import numpy as np
 
 from kernelbook.peers import missing
 
+BOUND = {16: 0.01, 8: 0.01, 4: 0.15}
+"""Relative Frobenius of float64 that a peer must stay within, by the bits of its weights: it rounds activations to 16
+bits and quantizes by its own rule."""
+
 
 @dataclass(frozen=True)
 class Peer:
