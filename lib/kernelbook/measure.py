@@ -219,7 +219,7 @@ def matmul_ceilings(size: int = 8192) -> list[Ceiling]:
         one = torch.ones((), device="cuda")
         calls["fp8"] = lambda: torch._scaled_mm(f8[0], f8[1].T, one, one, out_dtype=torch.bfloat16)
     times = device_times({name: [call] for name, call in calls.items()}, rest=REST)
-    how = f"torch, {size} x {size} x {size}, random data, in a graph"
+    how = f"torch, {size} x {size} x {size}, random data, in a graph, with a rest after each sample"
     return [_rate(f"{name}_matmul", "TFLOP/s", 2 * size**3, t, how) for name, t in times.items()]
 
 

@@ -192,14 +192,16 @@ def test_peers_that_are_missing_or_fail_are_recorded_and_left_out(lab):
             raise RuntimeError("no kernel image")
         return [(weights.shape, group)] * copies
 
-    peers = [gemm.Peer("here", 8, "float16", None, prepare), gemm.Peer("absent", 8, "float16", "no module", prepare)]
+    peers = [gemm.Peer("here", 8, "float16", None, prepare), gemm.Peer("for 4 bits", 4, "float16", None, prepare),
+             gemm.Peer("absent", 8, "float16", "no module", prepare)]
     here = lab.able("k", peers, {"experiment": "e"})
-    assert here == peers[:1]
+    assert here == peers[:2]
+    assert lab.prepare_peers("k", here[1:], "int8", None, None, {}) == {}  # nobody asks for weights
     weights, fails, asked = np.zeros((16, 64), np.float32), False, []
-    ready = lab.prepare_peers("k", here, weights, lambda nbytes: asked.append(nbytes) or 3, {"N": 16})
+    ready = lab.prepare_peers("k", here, "int8", lambda: weights, lambda nbytes: asked.append(nbytes) or 3, {"N": 16})
     assert ready == {here[0]: [((16, 64), 32)] * 3} and asked == [16 * 64 + 2 * 16 * 64 // 32]
     fails = True
-    assert lab.prepare_peers("k", here, weights, lambda nbytes: 3, {"N": 16}) == {}
+    assert lab.prepare_peers("k", here, "int8", lambda: weights, lambda nbytes: 3, {"N": 16}) == {}
     assert [(m["variant"], m["case"], m["status"], m["reason"]) for m in lab.record.measurements] == [
         ("absent", {"experiment": "e"}, "skipped", "no module"),
         ("here", {"N": 16}, "runtime_error", "RuntimeError: no kernel image")]

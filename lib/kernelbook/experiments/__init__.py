@@ -147,11 +147,14 @@ class Lab:
                 self.no_time(kernel, peer.name, case or {}, "skipped", peer.missing)
         return [peer for peer in peers if not peer.missing]
 
-    def prepare_peers(self, kernel: str, peers: Sequence, weights, copies: Callable[[int], int], case: dict) -> dict:
-        """Peer to its calls of a product with weights, float32 [N, K] in groups of 32: one for each of so many copies
-        of what it makes of them, whose bytes `copies` is given. That one fails is recorded."""
-        ready = {}
-        for peer in peers:
+    def prepare_peers(self, kernel: str, peers: Sequence, precision: str, make_weights: Callable,
+                      copies: Callable[[int], int], case: dict) -> dict:
+        """Peer, of those that serve codes of a precision, to its calls of a product: one for each of so many copies of
+        what it makes of the weights, whose bytes `copies` is given. make_weights() gives these, float32 [N, K] in
+        groups of 32, if there is a peer for them. That one fails is recorded."""
+        serving, ready = [peer for peer in peers if peer.serves(precision)], {}
+        weights = make_weights() if serving else None
+        for peer in serving:
             try:
                 nbytes = peer.weight_bytes(*weights.shape, formats.BLOCK)
                 ready[peer] = peer.prepare(weights, formats.BLOCK, copies(nbytes))

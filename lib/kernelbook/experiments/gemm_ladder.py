@@ -374,7 +374,9 @@ def ladder(lab: Lab, shapes_: Sequence[shapes.Projection], rows: Sequence[int], 
             continue
         if p.k not in inputs:
             inputs[p.k] = _Activations(lab, rows[-1], p.k)
-        x, ready = inputs[p.k], _prepare_peers(lab, weights, peers if p in shapes_[:peer_shapes] else [])
+        x, beside = inputs[p.k], peers if p in shapes_[:peer_shapes] else []
+        ready = lab.prepare_peers(KERNEL, beside, weights.panels.precision, weights.dense, weights.copies,
+                                  {"N": weights.panels.n, "K": p.k, "codes": weights.panels.precision})
         exact = lab.tensor(x.host[:few[-1]]).double() @ lab.tensor(weights.sample).T
         exact = exact.cpu().numpy()
         outs = {dtype: lab.backend.empty((few[-1], weights.panels.n), dtype) for dtype in op.DTYPES.values()}
@@ -499,16 +501,6 @@ def points(record: dict) -> list[Point]:
 
 
 # ---------------------------------------------------------------- peers
-
-def _prepare_peers(lab, weights: _Weights, peers) -> dict[gemm_peers.Peer, list[Callable]]:
-    """Peer to its calls, one for each copy of the weights: those that serve this precision."""
-    panels = weights.panels
-    serving = [peer for peer in peers if peer.bits in (packing.CODE_BITS[panels.precision], 16)]
-    if not serving:
-        return {}
-    return lab.prepare_peers(KERNEL, serving, weights.dense(), weights.copies,
-                             {"N": panels.n, "K": panels.k, "codes": panels.precision})
-
 
 def _of_peers(weights: _Weights, x: _Activations, m: int, ready) -> list[_Contender]:
     found, n, k = [], weights.panels.n, weights.panels.k

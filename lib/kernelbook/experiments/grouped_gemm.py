@@ -335,7 +335,7 @@ def carry(lab: Lab, p: shapes.Projection, columns: int = 256, rows: int = 2) -> 
     strips = random_strips(lab.rng(18), columns, p.k)
     x = lab.rng(19).standard_normal((rows, p.k), np.float32)
     reference = op.reference(x, strips)
-    weights = _Weights(lab, p, "int8") if lab.timed else None
+    weights = _Weights(lab, _strips(lab, p, "int8")) if lab.timed else None
     table, benches = [], {}
     for with_carry in (False, True):
         gemm = op.GroupedGemm(lab.backend, strips, carry=with_carry)
@@ -472,20 +472,19 @@ def dense(lab: Lab, strips: formats.Strips):
     return (codes * lab.tensor(strips.scales)[:, None, :n]).reshape(groups * group, n).T.contiguous()
 
 
-def _strips(lab: Lab, p: shapes.Projection, precision: str, group: int = 32) -> formats.Strips:
-    return random_strips(lab.rng(9, p.n, p.k), p.n, p.k, group, precision)
+def _strips(lab: Lab, p: shapes.Projection, precision: str) -> formats.Strips:
+    return random_strips(lab.rng(9, p.n, p.k), p.n, p.k, precision=precision)
 
 
 class _Weights:
-    """One random weight matrix on the device, in enough copies to be measured cold. strips: made where not given."""
+    """A weight matrix on the device, in enough copies to be measured cold."""
 
-    def __init__(self, lab: Lab, p: shapes.Projection, precision: str, group: int = 32, strips=None):
-        self.lab = lab
-        self.strips = strips or _strips(lab, p, precision, group)
-        first = op.GroupedGemm(lab.backend, self.strips)
-        copies = measure.rotation(self.strips.nbytes, lab.backend.l2_bytes)
+    def __init__(self, lab: Lab, strips: formats.Strips):
+        self.lab, self.strips = lab, strips
+        first = op.GroupedGemm(lab.backend, strips)
+        copies = measure.rotation(strips.nbytes, lab.backend.l2_bytes)
         self.gemms = [first] + [first.clone() for _ in range(copies - 1)]
-        self.columns, self.sample = _outer_columns(self.strips)
+        self.columns, self.sample = _outer_columns(strips)
 
     def x(self, m: int) -> np.ndarray:
         return self.lab.rng(10, m, self.strips.k).standard_normal((m, self.strips.k), np.float32)
@@ -548,7 +547,7 @@ def split_sweep(lab: Lab, projections: Sequence[shapes.Projection], precision: s
             "Whether that pays needs a clock.", {"occupancy": table})
     times, rule_gain, from_best, left_out = {}, {}, {}, []
     for p in projections:
-        bench = _Bench(_Weights(lab, p, precision), 1)
+        bench = _Bench(_Weights(lab, _strips(lab, p, precision)), 1)
         groups = bench.strips.groups
         rule = bench.gemms[0].choose_nsplit(1)
         nsplits = sorted({s for s in (1, 2, 4, 8, 16, 32, 64) if s <= groups} | {rule})
@@ -585,7 +584,7 @@ def launch_per_slice(lab: Lab, p: shapes.Projection, nsplit: int = 64, precision
         one, many = (lab.backend.numpy(gemm(x, nsplit=nsplit, launch_per_slice=each)) for each in (False, True))
         return not_timed("G06", f"With nsplit {nsplit}, one launch and {nsplit} launches give "
                          f"{_bits(np.array_equal(one, many))} here; what the launches cost needs a clock.")
-    bench = _Bench(_Weights(lab, p, precision), 1)
+    bench = _Bench(_Weights(lab, _strips(lab, p, precision)), 1)
     nsplit = min(nsplit, bench.strips.groups)
     if not (bench.check(nsplit=nsplit) and bench.check(nsplit=nsplit, launch_per_slice=True)):
         return _none_right("G06")
@@ -641,7 +640,7 @@ def remap(lab: Lab, projections: Sequence[shapes.Projection], precision: str = "
                          "threads cost needs a clock.")
     gains, left_out = {}, []
     for p in projections:
-        weights = _Weights(lab, p, precision)
+        weights = _Weights(lab, _strips(lab, p, precision))
         benches = {r: _Bench(weights, 1, remap=r) for r in (True, False)}
         # equal slices as well as each form's own rule, so that the remap is not credited with another split
         rule = {r: b.gemms[0].choose_nsplit(1) for r, b in benches.items()}
@@ -681,8 +680,10 @@ def row_sweep(lab: Lab, projections: Sequence[shapes.Projection], rows: Sequence
     known = lab.able(KERNEL, gemm_peers.all_peers())
     cases = [(lab, p, precision) for p in projections for precision in precisions]
     for (_, p, precision), strips in zip(cases, made_ahead(_strips, cases), strict=True):
-        weights = _Weights(lab, p, precision, strips=strips)
-        prepared = _prepare_peers(lab, weights, known)
+        weights = _Weights(lab, strips)
+        prepared = lab.prepare_peers(KERNEL, known, precision, lambda strips=strips: dense(lab, strips),
+                                     lambda nbytes: measure.rotation(nbytes, lab.backend.l2_bytes),
+                                     {"N": p.n, "K": p.k, "group": strips.group, "codes": precision})
         for m in rows:
             contenders, nbytes = {}, {}
             for activations in VARIANTS:
@@ -728,17 +729,6 @@ def standings(table: list[dict]) -> list[dict]:
     return rows
 
 
-def _prepare_peers(lab, weights, known):
-    """Peer to its calls, one for each copy of the weights: those that serve this precision."""
-    s = weights.strips
-    serving = [peer for peer in known if peer.bits in ({"int8": 8, "int4": 4}[s.precision], 16)]
-    if not serving:
-        return {}
-    return lab.prepare_peers(KERNEL, serving, dense(lab, s),
-                             lambda nbytes: measure.rotation(nbytes, lab.backend.l2_bytes),
-                             {"N": s.n, "K": s.k, "group": s.group, "codes": s.precision})
-
-
 def _check_peer(lab, peer, call, weights, given) -> bool:
     """Whether the peer is within its bound of float64; records the errors."""
     s = weights.strips
@@ -765,7 +755,7 @@ def host_paths(lab: Lab, projections: Sequence[shapes.Projection], precision: st
     trip = lab.ceilings["round_trip_pinned"]
     table, left_out = {}, []
     for p in projections:
-        bench = _Bench(_Weights(lab, p, precision), 1)
+        bench = _Bench(_Weights(lab, _strips(lab, p, precision)), 1)
         host = op.HostGemm(bench.gemms[0], 1)
         right = bench.check()
         paths = [host(bench.host_x), host.pageable(bench.host_x)]

@@ -230,7 +230,7 @@ def candidates(lab: Lab, model: shapes.Inventory = shapes.QWEN3_5_27B, rows: Seq
     table, left_out = [], []
     for i, p in enumerate(shapes.distinct(model.projections)):
         problem = _Problem(lab, p, i, None if lab.timed else 64)
-        ready = lab.prepare_peers(KERNEL, peers, problem.tiles.dequantize(), problem.copies,
+        ready = lab.prepare_peers(KERNEL, peers, "int4", problem.tiles.dequantize, problem.copies,
                                   {"N": p.n, "K": p.k}) if lab.timed else {}
         for m in rows if lab.timed else sorted({min(m, 32) for m in rows}):
             if _fits(problem, m, memory_gib):

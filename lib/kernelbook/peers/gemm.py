@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kernelbook.packing import CODE_BITS
 from kernelbook.peers import missing
 
 BOUND = {16: 0.01, 8: 0.01, 4: 0.15}
-"""Relative Frobenius of float64 that a peer must stay within, by the bits of its weights: it rounds activations to 16
-bits and quantizes by its own rule."""
+"""Relative Frobenius error against float64 that a peer must stay within, by the bits of its weights: it rounds
+activations to 16 bits and quantizes by its own rule."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Peer:
     missing: str | None
     prepare: Callable
     scale_bytes: int = 2
+
+    def serves(self, precision: str) -> bool:
+        """Whether it multiplies by codes of "int8" or "int4": its own have as many bits, or it has none."""
+        return self.bits in (CODE_BITS[precision], 16)
 
     def weight_bytes(self, n: int, k: int, group: int) -> int:
         """Bytes of weights one call must read: the codes and, for quantized ones, what each group has."""
