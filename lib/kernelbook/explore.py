@@ -210,7 +210,7 @@ class SplitK(Explorer):
         kept = self._weights and self._weights.strips
         if kept is None or (kept.n, kept.k, kept.group) != (n, k, group):
             self._weights = None  # the last ones go before the next ones come
-            self._weights = grouped_gemm._Weights(lab, Projection("", n, k, 1, ""), "int8", group)
+            self._weights = grouped_gemm._Weights(lab, grouped_gemm.random_strips(lab.rng(9, n, k), n, k, group))
         self._weights.lab = lab
         bench = grouped_gemm._Bench(self._weights, m)
         right = [s for s in sorted(nsplits) if bench.check(nsplit=s)]
