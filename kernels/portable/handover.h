@@ -7,7 +7,7 @@
 // By the range that has a tile's end, last: a range is worked through from its end to its beginning. So it starts with
 // the beginning of a tile, leaves those sums in memory for who has the tile's end, and goes on; and it ends with the end of
 // a tile, whose other sums, made at the start of the range before, have long come. Only sums of ranges shorter than a tile
-// are waited for. An owner waits for ranges before its own, which have begun before it, and give before they wait:
+// are waited for: there the tail of a tile, some steps, is not cut, so that its owner multiplies these meanwhile. An owner waits for ranges before its own, which have begun before it, and give before they wait:
 // somebody can always go on. Best for tiles of few parts, which have come long before.
 //
 // By all, evenly: the row comes first, and all of it is left in memory; after the whole tiles each range adds up an even
@@ -22,23 +22,24 @@
 
 struct Work { int tile, first, end; };  // steps first .. end - 1 of a tile
 
-// A range's way through all tiles, [tiles][steps]. The row is empty or has at least a step a range; ranges * its steps fits
-// an int. Tiles are numbered along tokens first: neighbours read the same weights.
+// A range's way through all tiles, [tiles][steps]. Of those in the row the last `tail` steps are not cut, fewer than all;
+// evenly: none. Without these the row is empty or has at least a step a range; ranges * its steps fits an int. Tiles are
+// numbered along tokens first: neighbours read the same weights.
 struct Ranges {
   int tiles, steps, range, ranges, whole;  // this range, of how many; whole tiles of each
   bool evenly;                             // the row first, its sums to be added up by all
-  int row, begin, end;                     // steps of the row; what is left of this range
+  int cut, row, begin, end;                // steps of a tile that may be cut, those of the row; what is left of this range
   int turn = 0;
 
-  __device__ __forceinline__ Ranges(int tiles, int steps, int range, int ranges, int whole, bool evenly)
-      : tiles(tiles), steps(steps), range(range), ranges(ranges), whole(whole), evenly(evenly) {
-    row = max(tiles - whole * ranges, 0) * steps;
+  __device__ __forceinline__ Ranges(int tiles, int steps, int range, int ranges, int whole, bool evenly, int tail)
+      : tiles(tiles), steps(steps), range(range), ranges(ranges), whole(whole), evenly(evenly), cut(steps - tail) {
+    row = max(tiles - whole * ranges, 0) * cut;
     begin = range * row / ranges, end = (range + 1) * row / ranges;
   }
   __device__ __forceinline__ bool next(Work &work) {
     if (begin < end && (evenly || turn == whole)) {
-      const int tile = (end - 1) / steps, first = max(begin, tile * steps);
-      work = {whole * ranges + tile, first - tile * steps, end - tile * steps};
+      const int tile = (end - 1) / cut, first = max(begin, tile * cut), until = end - tile * cut;
+      work = {whole * ranges + tile, first - tile * cut, until == cut ? steps : until};
       end = first;
       return true;
     }
@@ -51,11 +52,11 @@ struct Ranges {
   __device__ __forceinline__ bool is_given(const Work &work) const {
     return evenly ? work.tile >= whole * ranges : work.end < steps;
   }
-  // The range that has a step of the row.
+  // The range that has a step of the row, tails not counted.
   __device__ __forceinline__ int range_of(int step) const { return ((step + 1) * ranges - 1) / row; }
   // The first of the ranges that give to this one; the others follow, up to its own.
   __device__ __forceinline__ int first_giver(const Work &work) const {
-    return work.first == 0 ? range : range_of((work.tile - whole * ranges) * steps);
+    return work.first == 0 ? range : range_of((work.tile - whole * ranges) * cut);
   }
   // Where the sums of a range's part of a tile are left, if all are: each range and each tile of the row begins another.
   __device__ __forceinline__ int part(int range, int tile) const { return range + tile - whole * ranges; }
@@ -127,14 +128,14 @@ template <int count, int places> struct Handover {
   // Adds up a range's share of the sums of this place, by fours of a lane: store(tile, i, four sums) has those from i on.
   template <class Store>
   __device__ __forceinline__ void add_up(const Ranges &range, int place, int lane, Store store) const {
-    const int fours = range.row / range.steps * (count / 4), end = (range.range + 1) * fours / range.ranges;
+    const int fours = range.row / range.cut * (count / 4), end = (range.range + 1) * fours / range.ranges;
 #pragma unroll 1
     for (int four = range.range * fours / range.ranges; four < end; ++four) {
       const int i = four % (count / 4), of_row = four / (count / 4), tile = range.whole * range.ranges + of_row;
-      const int last = range.range_of((of_row + 1) * range.steps - 1);
+      const int last = range.range_of((of_row + 1) * range.cut - 1);
       float sum[4] = {};
 #pragma unroll 1
-      for (int giver = range.range_of(of_row * range.steps); giver <= last; giver += kGivers) {
+      for (int giver = range.range_of(of_row * range.cut); giver <= last; giver += kGivers) {
         float4 parts[kGivers] = {};
         unrolled<kGivers>([&](auto g) {
           if (giver + g.value <= last)

@@ -46,10 +46,11 @@
 //   BF16         1: x is bf16, 0: f16
 //   GROUPS       warpgroups of a block that multiply: 2 to 4
 //   BANDS        of 64 rows of w, that each of them has
+//   SLICES       2: both warpgroups have the same rows, and take chunks in turns; 1: each has its own
 //   TILE_TOKENS  rows of x in a tile of the product: 8, 16, 32, 64, 96, 128, 176 or 256
-//   X_STAGES     steps of 64 columns of x in shared memory
-//   W_STAGES     stages of w there
-//   W_CHUNKS     of each of them: what one copy brings of a panel
+//   X_BOXES      of 64 columns, of a stage of x: 1, or 2, a chunk's
+//   X_STAGES     stages of x in shared memory
+//   W_STAGES     stages of w there, each of a chunk
 //   CLUSTER      blocks that share x, each by a multiple of 8 tokens
 //   ROOM         1: a multiprocessor has room for two blocks
 //   NARROW_OUT   1: out is of 16 bits, as x is; 0: float
@@ -60,45 +61,51 @@
 
 constexpr int kThreads = 128 * (GROUPS + 1), kWarps = 4 * GROUPS;  // warps: that multiply
 constexpr int kPanelRows = 16, kChunk = 128, kScaleBytes = 128;    // as kernelbook/packing.py has them
-constexpr int kPanels = BANDS * kWarps;                            // of a tile: one for each warp and band
+constexpr int kGroups = GROUPS / SLICES;                           // with rows of their own
+constexpr int kPanels = BANDS * 4 * kGroups;                       // of a tile: one for each of their warps and bands
 constexpr int kRows = kPanelRows * kPanels;
 constexpr int kCodeBytes = kPanelRows * kChunk * CODE_BITS / 8, kChunkBytes = kCodeBytes + kScaleBytes;
-constexpr int kStep = 64;               // columns of x in a stage: 128 bytes, what a swizzle spans
+constexpr int kStep = 64;               // columns of a box of x: 128 bytes, what a swizzle spans
 constexpr int kWidth = 2 * kStep;       // bytes
+constexpr int kBoxBytes = TILE_TOKENS * kWidth, kStageBytes = X_BOXES * kBoxBytes;
 constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
+constexpr int kTokens = TILE_TOKENS / SLICES, kBand = kTokens / 2, kOwn = BANDS * kBand;  // what a warp stores or hands over
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
-constexpr bool kMany = TILE_TOKENS >= 128;     // tokens, whose sums copies bring
+constexpr bool kMany = kTokens >= 128;         // tokens, whose sums copies bring
 constexpr int kLater = 2;                      // chunks after sums were left, when memory has them
-constexpr int kWarpsOfStage = 2 / BANDS;       // whose sums have the size of a stage of x
+constexpr int kWarpsOfStage = 2 * X_BOXES / BANDS;  // whose sums have the size of a stage of x
 constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
+// A stage is of one chunk, and always of the same slice's: else a warp could take a copy for the one after the next.
+static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && X_BOXES == 2 && BANDS == 1 && X_STAGES % 2 == 0 && W_STAGES % 2 == 0 && kTokens % 8 == 0);
 // Outputs of 16 bits of more tokens still are stored by copies.
-constexpr bool kStoredByCopy = TILE_TOKENS > 128 && NARROW_OUT;
-static_assert(!kStoredByCopy || BANDS == 1 && X_STAGES >= GROUPS, "a warpgroup's sums in 16 bits have the size of a stage of x");
+constexpr bool kStoredByCopy = kTokens > 128 && NARROW_OUT;
+static_assert(!kStoredByCopy || BANDS * X_BOXES == 1 && X_STAGES >= GROUPS, "a warpgroup's sums in 16 bits have the size of a stage of x");
 
 // A block takes a multiprocessor, or with ROOM half of it, so that blocks of the next launch may bring weights meanwhile.
 // Registers of a thread are counted in eights: what the threads that multiply take, those that copy must have given.
 constexpr int kBlocks = 1 + ROOM, kLaunched = 65536 / kBlocks / kThreads / 8 * 8;
-constexpr int kCopyRegisters = GROUPS < 3 && (!ROOM || BANDS * (kSums + 16) < 64) ? 40 : 32;
+constexpr int kCopyRegisters = GROUPS < 3 && !ROOM ? 40 : 32;
 constexpr int kMultiplyRegisters = (kLaunched * (GROUPS + 1) - kCopyRegisters) / GROUPS / 8 * 8;
 // Groups of 32 columns that become weights at a time: two, if there are registers for all sums, for weights that are being
 // made and for those being multiplied.
 constexpr int kAhead = BANDS * (kSums + 32) + 36 <= kMultiplyRegisters ? 2 : 1;
 
 struct Block {
-  alignas(1024) uint16_t x[X_STAGES][TILE_TOKENS][kStep];
-  alignas(128) uint8_t w[W_STAGES][kPanels][W_CHUNKS * kChunkBytes];
+  alignas(1024) uint16_t x[X_STAGES][X_BOXES][TILE_TOKENS][kStep];
+  alignas(128) uint8_t w[W_STAGES][kPanels][kChunkBytes];
+  float4 given[SLICES > 1 ? kWarps * kOwn / 4 * 32 : 1];  // by each slice to the other
   PhaseBarrier x_full[X_STAGES], x_empty[X_STAGES], w_full[W_STAGES], w_empty[W_STAGES];
 };
 static_assert(sizeof(Block) + 1024 <= (ROOM ? 113 : 227) << 10, "of 228 KB a block has 1 KB, and 1 KB aligns it");
 
 // Where a thread stands in a ring of stages. Who fills them waits for an empty one with the parity before: of a new barrier
 // that phase counts as ended.
-template <int stages> struct Turn {
+template <int stages, int by = 1> struct Turn {
   int stage = 0, parity = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == stages) stage = 0, parity ^= 1;
+    if ((stage += by) >= stages) stage -= stages, parity ^= 1;
   }
 };
 
@@ -237,6 +244,31 @@ __device__ __forceinline__ void store_by_copy(const TensorMap &out, const float 
   }
 }
 
+// Of two slices' sums of the same rows, a warp of the first keeps those of the first tokens, its like the others, in its first
+// half, and each adds what the other has of them, [warps][count / 4][32 lanes].
+template <int both>
+__device__ __forceinline__ void add_slices(float (&sums)[both], float4 *given, int slice, int warp, int lane) {
+  constexpr int count = both / 2;
+  float4 *const to = given + warp * (count / 4 * 32) + lane;
+  const float4 *const from = given + (warp + kWarps / 2) % kWarps * (count / 4 * 32) + lane;
+  float others[count];
+  unrolled<count>([&](auto i) {
+    const float first = sums[i.value], second = sums[i.value + count];
+    sums[i.value] = slice ? second : first, others[i.value] = slice ? first : second;
+  });
+  group_barrier<64>(1 + warp % 4);  // what was given before has been taken
+  unrolled<count / 4>([&](auto i) {
+    const float *four = others + 4 * i.value;
+    to[i.value * 32] = make_float4(four[0], four[1], four[2], four[3]);
+  });
+  group_barrier<64>(1 + warp % 4);
+  unrolled<count / 4>([&](auto i) {
+    const float4 four = from[i.value * 32];
+    float *const own = sums + 4 * i.value;
+    own[0] += four.x, own[1] += four.y, own[2] += four.z, own[3] += four.w;
+  });
+}
+
 #if CLUSTER > 1
 #define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -244,12 +276,12 @@ __device__ __forceinline__ void store_by_copy(const TensorMap &out, const float 
 #endif
 
 // out [M][N] of x [M][K], by its map of boxes of kShare x 64, and w [N / 16][K / 128] chunks of panels, rounded up; rows
-// of w beyond N and columns beyond K count as 0. sums, there, whole, evenly: see handover.h; a step is a chunk, a range a
+// of w beyond N and columns beyond K count as 0. sums, there, whole, evenly, tail: see handover.h; a step is a chunk, a range a
 // cluster's. out_boxes: where has_boxes, out's map of boxes of TILE_TOKENS x 64; else not looked at.
 // Grid: as many blocks as run at once, or fewer, whole clusters; block: 32 x 4 (GROUPS + 1).
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(kThreads, kBlocks)
 packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x, Out *__restrict__ out, float4 *sums_left,
-             int *there, int M, int N, int K, int whole, int evenly, const __grid_constant__ TensorMap out_boxes) {
+             int *there, int M, int N, int K, int whole, int evenly, int tail, const __grid_constant__ TensorMap out_boxes) {
   GPU_DYNAMIC_SHARED(char, unaligned);
   const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
   Block &block = *reinterpret_cast<Block *>(unaligned + (1024 - misaligned) % 1024);
@@ -263,9 +295,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const auto token_of = [&](int tile) { return tile % token_tiles * TILE_TOKENS; };
   const bool by_all = ROOM && evenly;
   const bool has_boxes = kStoredByCopy && N % 8 == 0;  // of out: a map has rows at multiples of 16 bytes
-  const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all); };
+  const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all, tail); };
   // Warps have rows of their own: unless copies bring sums, none waits for another of its block.
-  const Handover<BANDS * kSums, CLUSTER * kWarps> handover{sums_left, there};
+  const Handover<kOwn, CLUSTER * kWarps> handover{sums_left, there};
   Work work;
 
   let_next_launch_begin();
@@ -275,9 +307,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   }
   if (warp == 0 && lane == 0) {
     for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
-    for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps * CLUSTER);  // the other block's warps, too
+    for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps / SLICES * CLUSTER);  // the other block's warps, too
     for (PhaseBarrier &barrier : block.w_full) barrier.init(kPanels);  // whose lanes count what each asks for
-    for (PhaseBarrier &barrier : block.w_empty) barrier.init(kWarps);
+    for (PhaseBarrier &barrier : block.w_empty) barrier.init(32 * kWarps / SLICES);
     publish_barriers();
   }
   if constexpr (CLUSTER > 1) cluster_barrier();
@@ -289,19 +321,27 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       await_launch_before();
       Ranges range = own_range();
       Turn<X_STAGES> x_turn;
-      const auto bring = [&](auto copy) {  // into the next stage
+      const auto bring = [&](int bytes, auto copy) {  // into the next stage
         PhaseBarrier &full = block.x_full[x_turn.stage];
         block.x_empty[x_turn.stage].wait(x_turn.parity ^ 1);
-        arrive_expecting(full, TILE_TOKENS * kWidth);
+        arrive_expecting(full, bytes);
         copy(block.x[x_turn.stage], full);
         x_turn.next();
       };
       while (range.next(work)) {
-        const int token = token_of(work.tile) + rank * kShare;
+        const int first = token_of(work.tile), token = first + rank * kShare;
+        // Boxes with no row of x are not asked for: to fill them takes longer than to bring others, and what lies in their
+        // place makes sums that nobody stores.
+        const int shares = min(CLUSTER, (M - first + kShare - 1) / kShare);
         if (lane == 0) {
 #pragma unroll 1
-          for (int column = work.first * kChunk; column < work.end * kChunk; column += kStep)
-            bring([&](auto &stage, PhaseBarrier &full) { copy_box<CLUSTER>(stage[rank * kShare], x, column, token, full); });
+          for (int column = work.first * kChunk; column < work.end * kChunk; column += X_BOXES * kStep)
+            bring(shares * (kStageBytes / CLUSTER), [&](auto &stage, PhaseBarrier &full) {
+              if (token >= M) return;
+              unrolled<X_BOXES>([&](auto b) {
+                copy_box<CLUSTER>(stage[b.value][rank * kShare], x, column + b.value * kStep, token, full);
+              });
+            });
         }
         if (!kMany || range.is_given(work)) continue;
         // Sums that others left, while the last steps are multiplied.
@@ -316,9 +356,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
             fence_copies();
 #pragma unroll 1
             for (int i = 0; i < givers * kSumStages; ++i)
-              bring([&](auto &stage, PhaseBarrier &full) {
+              bring(kStageBytes, [&](auto &stage, PhaseBarrier &full) {
                 const float4 *left = handover.sums_of(giver + i / kSumStages, rank * kWarps + i % kSumStages * kWarpsOfStage, 0);
-                copy_bulk(stage, left, TILE_TOKENS * kWidth, full, cache_policy(false));
+                copy_bulk(stage, left, kStageBytes, full, cache_policy(false));
               });
           }
         }
@@ -337,24 +377,24 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         const int first = panel_of(work.tile), count = min(max(panels - first, 0), kPanels);
         const uint8_t *from = w + ((size_t)(first + mine) * chunks + work.first) * kChunkBytes;
 #pragma unroll 1
-        for (int chunk = work.first; chunk < work.end; chunk += W_CHUNKS) {
-          const int bytes = min(W_CHUNKS, work.end - chunk) * kChunkBytes;
+        for (int chunk = work.first; chunk < work.end; ++chunk) {
           PhaseBarrier &full = block.w_full[w_turn.stage];
           block.w_empty[w_turn.stage].wait(w_turn.parity ^ 1);
           if (mine < count) {
-            arrive_expecting(full, bytes);
-            copy_bulk(block.w[w_turn.stage][mine], from, bytes, full, policy);
+            arrive_expecting(full, kChunkBytes);
+            copy_bulk(block.w[w_turn.stage][mine], from, kChunkBytes, full, policy);
           } else if (mine < kPanels) {
             full.arrive();
           }
-          from += W_CHUNKS * kChunkBytes;
+          from += kChunkBytes;
           w_turn.next();
         }
       }
     }
   } else {
     take_registers<kMultiplyRegisters>();
-    const int first_panel = warp / 4 * BANDS * 4 + warp % 4;  // of band b: 4 b further
+    const int slice = SLICES > 1 ? warp / 4 : 0;
+    const int first_panel = (warp / 4 - slice) * BANDS * 4 + warp % 4;  // of band b: 4 b further
     const auto release_x = [&](int stage) {
       if constexpr (CLUSTER == 1) {
         if (lane == 0) block.x_empty[stage].arrive();
@@ -364,9 +404,11 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     };
     const int of_cluster = rank * kWarps + warp;
     const auto row_of = [&](int tile, int band) { return (panel_of(tile) + first_panel + band * 4) * kPanelRows; };
+    const auto tokens_of = [&](int tile) { return token_of(tile) + slice * kTokens; };
     Ranges range = own_range();
-    Turn<X_STAGES> x_turn;
-    Turn<W_STAGES> w_turn;
+    Turn<X_STAGES, SLICES> x_turn{slice};
+    Turn<W_STAGES, SLICES> w_turn{slice};
+    int next = slice;  // chunk of the slice, of a range's part of a tile
     bool half = false;  // of the turn that ranges arrive in
     bool is_owed = false;  // sums that were left, to be given
     const auto give = [&] {
@@ -377,30 +419,29 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     while (range.next(work)) {
       const int count = work.end - work.first;
       float sums[BANDS][kSums] = {};
-      int before = 0;  // the stage of x of the step before
+      int before = 0;  // the stage of x before
+      int at = SLICES > 1 ? next : 0;
+      const bool has_part = SLICES == 1 || at < count;
 #pragma unroll 1
-      for (int at = 0; at < count; ++at) {
-        const int of_stage = at % W_CHUNKS;
+      for (; at < count; at += SLICES) {
         if (kMany && at == kLater) give();
-        if (of_stage == 0) block.w_full[w_turn.stage].wait(w_turn.parity);
-        const uint8_t *panel = block.w[w_turn.stage][first_panel] + of_stage * kChunkBytes;
+        wgmma_begin();  // by all lanes: so the compiler keeps addresses, the same for all, in registers of a warp
+        block.w_full[w_turn.stage].wait(w_turn.parity);
+        const uint8_t *panel = block.w[w_turn.stage][first_panel];
         uint32_t scales[BANDS][4], codes[BANDS][4];
         unrolled<BANDS>([&](auto b) {
-          read_run<16>(scales[b.value], panel + b.value * 4 * W_CHUNKS * kChunkBytes + kCodeBytes + lane / 4 * 16);
+          read_run<16>(scales[b.value], panel + b.value * 4 * kChunkBytes + kCodeBytes + lane / 4 * 16);
         });
         uint32_t x_address;
         unrolled<4 / kAhead>([&](auto turn) {
-          constexpr int first_group = turn.value * kAhead;  // of 32 columns, of the chunk; two have a stage of x
-          if constexpr (first_group % 2 == 0) {
-            block.x_full[x_turn.stage].wait(x_turn.parity);
-            x_address = wgmma_address(block.x[x_turn.stage]);
-          }
+          constexpr int first_group = turn.value * kAhead;  // of 32 columns, of the chunk; a stage of x has 2 or all
+          constexpr bool begins = first_group % (2 * X_BOXES) == 0, ends = (first_group + kAhead) % (2 * X_BOXES) == 0;
           uint32_t weights[BANDS][2 * kAhead][4];  // of each step of 16 columns
           unrolled<kAhead * BANDS>([&](auto i) {
             constexpr int b = i.value % BANDS, ahead = i.value / BANDS, q = first_group + ahead;
             // 16 bytes of codes are one group of int8, two of int4
             if constexpr (CODE_BITS == 8 || q % 2 == 0)
-              read_run<16>(codes[b], panel + b * 4 * W_CHUNKS * kChunkBytes + q * CODE_BITS / 8 * 512 + lane * 16);
+              read_run<16>(codes[b], panel + b * 4 * kChunkBytes + q * CODE_BITS / 8 * 512 + lane * 16);
             const Scales two = scales_of(scales[b][q]);
             unrolled<2>([&](auto s) {
               uint32_t own[CODE_BITS / 4];
@@ -410,39 +451,44 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
               weights_of(weights[b][2 * ahead + s.value], own, two);
             });
           });
+          if constexpr (begins) {
+            block.x_full[x_turn.stage].wait(x_turn.parity);
+            x_address = wgmma_address(block.x[x_turn.stage]);
+          }
           wgmma_begin();
           unrolled<2 * kAhead>([&](auto s) {
-            const uint64_t columns = wgmma_matrix<kWidth>(x_address, (first_group % 2 * 2 + s.value) * 32);
+            constexpr int step = first_group * 2 + s.value, box = step / 4 % X_BOXES;  // of 16 columns; a box has 4
+            const uint64_t columns = wgmma_matrix<kWidth>(x_address, box * kBoxBytes + step % 4 * 32);
             unrolled<BANDS>([&](auto b) { multiply(sums[b.value], weights[b.value][s.value], columns); });
           });
           wgmma_commit();
-          if constexpr (first_group + kAhead == 4) {
-            if (of_stage == W_CHUNKS - 1 || at + 1 == count) {  // the stage is in registers, of all lanes
-              __syncwarp();
-              if (lane == 0) block.w_empty[w_turn.stage].arrive();
-              w_turn.next();
-            }
+          if constexpr (first_group + kAhead == 4) {  // the stage is in registers
+            block.w_empty[w_turn.stage].arrive();
+            w_turn.next();
           }
           wgmma_wait<1>();  // the products before these are done
-          if constexpr (first_group % 2 == 0) {
-            if (first_group > 0 || at > 0) release_x(before);
+          if constexpr (begins) {
+            if (first_group > 0 || at >= SLICES) release_x(before);
             before = x_turn.stage;
           }
-          if constexpr ((first_group + kAhead) % 2 == 0) x_turn.next();
+          if constexpr (ends) x_turn.next();
         });
       }
+      next = at - count;
       wgmma_wait<0>();
-      release_x(before);
+      if (has_part) release_x(before);
       unrolled<BANDS>([&](auto b) { wgmma_arrived(sums[b.value]); });
+      if constexpr (SLICES > 1) add_slices(sums[0], block.given, slice, warp, lane);
 
-      using Sums = float[BANDS * kSums];
-      Sums &all = reinterpret_cast<Sums &>(sums);
-      const bool is_given = range.is_given(work);
-      Turn<X_STAGES> turn = x_turn;  // of many tokens who takes sums, or stores by copies, has nothing left to multiply
+      using Own = float[kOwn];
+      using Bands = float[BANDS][kBand];
+      Own &all = reinterpret_cast<Own &>(sums);
+      const Bands &bands = reinterpret_cast<const Bands &>(sums);
+      auto turn = x_turn;  // of many tokens who takes sums, or stores by copies, has nothing left to multiply
       if (by_all) {
-        if (is_given) handover.leave(all, range.part(range.range, work.tile), of_cluster, lane);
+        if (range.is_given(work)) handover.leave(all, range.part(range.range, work.tile), of_cluster, lane);
         if (range.is_last()) half = handover.arrive(clusters, of_cluster, lane);  // by now memory has what was left
-      } else if (is_given) {
+      } else if (range.is_given(work)) {
         handover.leave(all, range.range, of_cluster, lane);
         is_owed = true;
         if (!kMany) give();
@@ -465,21 +511,21 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
           }
         }
       }
-      if (is_given) continue;
+      if (range.is_given(work)) continue;
       if (has_boxes && range.is_last()) {  // nothing more comes into the stages of x: each warpgroup takes one
         for (int i = 0; i < warp / 4; ++i) turn.next();
         block.x_empty[turn.stage].wait(turn.parity ^ 1);
         store_by_copy(out_boxes, sums[0], block.x[turn.stage], row_of(work.tile, 0) - warp % 4 * kPanelRows,
                       token_of(work.tile), warp, lane);
       } else {
-        unrolled<BANDS>([&](auto b) { store(out, sums[b.value], row_of(work.tile, b.value), token_of(work.tile), M, N, lane); });
+        unrolled<BANDS>([&](auto b) { store(out, bands[b.value], row_of(work.tile, b.value), tokens_of(work.tile), M, N, lane); });
       }
     }
     give();
     if (by_all) {
       handover.wait_for_all(half, clusters, of_cluster, lane);
       handover.add_up(range, of_cluster, lane, [&](int tile, int i, const float (&four)[4]) {
-        store(out, four, row_of(tile, i / kSums), token_of(tile) + i % kSums * 2, M, N, lane);
+        store(out, four, row_of(tile, i / kBand), tokens_of(tile) + i % kBand * 2, M, N, lane);
       });
     }
   }

@@ -33,63 +33,74 @@ class Form:
     """A tile of the product that the kernel is compiled for.
 
     tokens: of x. groups: warpgroups that multiply. bands: of 64 rows of w, that each of them has. cluster: blocks that
-    share activations, of neighbouring tiles. chunks: of a panel in one copy, of int4; of int8 half as many, but one.
+    share activations, of neighbouring tiles.
     room: for two blocks on a multiprocessor, so that those of the next launch bring weights while this one ends.
+    slices: of K: 2 warpgroups that have the same rows, and take chunks in turns.
     """
 
     tokens: int
     groups: int
     bands: int = 1
     cluster: int = 1
-    chunks: int = 1
     room: bool = False
+    slices: int = 1
 
     @property
     def rows(self) -> int:
         """Of w."""
-        return BAND * self.bands * self.groups
+        return BAND * self.bands * self.groups // self.slices
 
     @property
     def threads(self) -> int:
         return 128 * (self.groups + 1)
 
-    def chunks_of(self, precision: str) -> int:
-        """Of a panel in one copy."""
-        return max(1, self.chunks * CODE_BITS["int4"] // CODE_BITS[precision])
+    @property
+    def has_many(self) -> bool:
+        """Whether warps have so many tokens at the end that copies bring other blocks' sums."""
+        return self.tokens // self.slices >= MANY
+
+    @property
+    def boxes(self) -> int:
+        """Of 64 columns, of a stage of x: all of a chunk, unless so few stages would be left."""
+        return COLUMNS // STEP if self.tokens <= MANY else 1
 
     def stage_bytes(self, precision: str) -> tuple[int, int]:
         """Of a stage of x and one of w."""
-        return 2 * STEP * self.tokens, self.rows // ROWS * CHUNK_BYTES[precision] * self.chunks_of(precision)
+        return 2 * STEP * self.boxes * self.tokens, self.rows // ROWS * CHUNK_BYTES[precision]
 
     def stages(self, precision: str) -> tuple[int, int]:
-        """Stages of x, of 64 columns, and of w that shared memory holds, for about as many columns of either."""
+        """Stages of x and of w that shared memory holds, for about as many columns of either."""
         x, w = self.stage_bytes(precision)
-        free = (HALF_SHARED if self.room else SHARED) - ALIGN - 2 * ALIGN  # to align it all, barriers
-        of_x = COLUMNS // STEP * self.chunks_of(precision)  # stages of x for one of w
+        free = (HALF_SHARED if self.room else SHARED) - ALIGN - 2 * ALIGN - self.given_bytes  # to align it all, barriers
+        of_x = COLUMNS // STEP // self.boxes  # stages of x for one of w
         less = of_x if self.room else 1  # x, which L2 has, comes sooner than w
-        most = MOST_COLUMNS_AHEAD // STEP
+        most = MOST_COLUMNS_AHEAD // STEP // self.boxes
         of_w = next(count for count in range(free // w, 0, -1)
-                    if count * w + min(of_x * count - less, most) * x <= free)
-        return min((free - of_w * w) // x, of_x * of_w + 2, most), of_w
+                    if count % self.slices == 0 and count * w + min(of_x * count - less, most) * x <= free)
+        return min((free - of_w * w) // x, of_x * of_w + 2, most) // self.slices * self.slices, of_w
+
+    @property
+    def given_bytes(self) -> int:
+        """Of shared memory, for half of its sums that each slice gives to the other."""
+        return 4 * self.rows * self.tokens if self.slices > 1 else 0
 
     def shared(self, precision: str) -> int:
         """Bytes of dynamic shared memory, as struct Block of 7_packed_wgmma.cu has them, and what aligns it."""
         (x, w), (of_x, of_w) = self.stage_bytes(precision), self.stages(precision)
-        return math.ceil((of_x * x + of_w * w + 16 * (of_x + of_w)) / ALIGN) * ALIGN + ALIGN
+        return math.ceil((of_x * x + of_w * w + self.given_bytes + 16 * (of_x + of_w + 1)) / ALIGN) * ALIGN + ALIGN
 
     def source(self, precision: str, bf16: bool, narrow: bool = False) -> Source:
         of_x, of_w = self.stages(precision)
         return Source("prefill_gemm/7_packed_wgmma.cu", {
             "CODE_BITS": CODE_BITS[precision], "BF16": bf16, "GROUPS": self.groups,
-            "BANDS": self.bands, "TILE_TOKENS": self.tokens, "X_STAGES": of_x, "W_STAGES": of_w,
-            "W_CHUNKS": self.chunks_of(precision), "CLUSTER": self.cluster, "ROOM": self.room,
-            "NARROW_OUT": narrow})
+            "BANDS": self.bands, "TILE_TOKENS": self.tokens, "X_BOXES": self.boxes, "X_STAGES": of_x, "W_STAGES": of_w,
+            "CLUSTER": self.cluster, "ROOM": self.room, "SLICES": self.slices, "NARROW_OUT": narrow})
 
 
-FORMS = (Form(8, 4, chunks=2), Form(8, 2, chunks=4), Form(16, 4), Form(16, 2, chunks=4), Form(32, 4),
-         Form(32, 2, chunks=4), Form(64, 4, cluster=2), Form(64, 2, cluster=2), Form(96, 2, cluster=2),
-         Form(128, 2, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2),
-         Form(8, 2, bands=2, room=True), Form(16, 2, bands=2, room=True), Form(32, 2, bands=2, room=True))
+FORMS = (Form(8, 4), Form(16, 4), Form(32, 4), Form(64, 2, cluster=2), Form(64, 3, cluster=2), Form(96, 2, cluster=2),
+         Form(128, 2, cluster=2), Form(128, 3, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2),
+         Form(8, 2, bands=2, room=True), Form(16, 2, bands=2, room=True), Form(32, 2, bands=2, room=True),
+         Form(64, 2, cluster=2, slices=2), Form(128, 2, cluster=2, slices=2))
 
 
 # ---------------------------------------------------------------- which form, and how its tiles are cut
@@ -97,8 +108,8 @@ FORMS = (Form(8, 4, chunks=2), Form(8, 2, chunks=4), Form(16, 4), Form(16, 2, ch
 @dataclass(frozen=True)
 class Plan:
     """form: of the tiles. tiles: of the product, each of all blocks of a cluster. steps: chunks along K. ranges:
-    clusters of the launch. whole: tiles that each of them has; the rest is cut, if there is one. evenly: all ranges add
-    up the sums of what is cut, not just those that have the end of a tile."""
+    clusters of the launch. whole: tiles that each of them has; the rest is cut, if there is one, but for `tail` steps at a
+    tile's end. evenly: all ranges add up the sums of what is cut, not just those that have the end of a tile."""
 
     form: Form
     tiles: int
@@ -106,6 +117,7 @@ class Plan:
     ranges: int
     whole: int
     evenly: bool = False
+    tail: int = 0
 
     @property
     def blocks(self) -> int:
@@ -122,13 +134,13 @@ class Plan:
 
     @property
     def cut_steps(self) -> int:
-        """Of the tiles that are cut, one after the other."""
-        return self.cut_tiles * self.steps
+        """Of the tiles that are cut, one after the other, without their tails."""
+        return self.cut_tiles * (self.steps - self.tail)
 
     @property
     def steps_of_range(self) -> int:
         """Of the range that has most."""
-        return self.whole * self.steps + math.ceil(self.cut_steps / self.ranges)
+        return self.whole * self.steps + math.ceil(self.cut_steps / self.ranges) + self.tail
 
     @property
     def scratch(self) -> int:
@@ -142,16 +154,18 @@ class Plan:
         return 4 * self.form.groups * self.form.cluster * (APART if self.evenly else self.ranges)
 
 
-# Nanoseconds on an H200, and bytes in one, as far as plans are to be compared, fitted to launches that overlap; those
-# that do not take some 2 us more whatever the plan.
-OF_A_LAUNCH, ROOM_SAVES = 1500, 1000  # to begin and to end; where blocks of the next launch have room meanwhile
-OF_A_CLOCK = 0.5  # of the tensor cores, as power lets them be
-TOKENS_MORE = 60  # that a product takes: to make its weights, and to read them from registers
-OF_A_CHUNK, OF_A_ROW = 210, 2.7  # at least: what waits for what, and instructions, of a chunk and of a row of it
-L2_BYTES, MEMORY_BYTES = 44, 4150  # to one multiprocessor, and to all
-SUMS_BYTES = 67  # sums left or written
-OF_A_GIFT, OF_A_GIVER = 900, 100  # sums that are left, and each time that some are taken
-OF_A_MEETING = 1300  # of all ranges, and to begin to add up
+# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,100 launches that
+# overlap; those that do not take some 2 us more whatever the plan.
+OF_A_LAUNCH, ROOM_SAVES = 1410, 200  # to begin and to end; where blocks of the next launch have room meanwhile
+OF_A_CLOCK = 0.449  # of the tensor cores
+TOKENS_MORE = 74  # that a product takes: to make its weights, and to wait for what it needs
+OF_A_CHUNK, OF_A_ROW = 362, 1.43  # at least: what waits for what, and instructions, of a chunk and of a row of it
+L2_BYTES, MEMORY_BYTES = 6870, 4150  # asked for by all
+POWER = 810_000 / 2  # products, of all, while power lets them be
+SUMS_BYTES = 105  # sums left or written
+OF_A_GIFT, OF_A_GIVER = 1600, 82  # sums that are left, and each time that some are taken
+OF_A_MEETING = 1980  # of all ranges, and to begin to add up
+TAIL = 2  # steps at the end of a tile of many tokens that are not cut, where ranges are shorter than tiles
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
 
@@ -170,8 +184,9 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
             counts = {most, *range(2 * tiles, most + 1, tiles)}
         for ranges in counts:
             for whole in {tiles // ranges, max(tiles // ranges - 1, 0)}:
+                tail = TAIL if form.has_many and 0 < tiles - whole * ranges < ranges and steps > TAIL else 0
                 for evenly in (False, True) if form.room else (False,):
-                    plan = Plan(form, tiles, steps, ranges, whole, evenly)
+                    plan = Plan(form, tiles, steps, ranges, whole, evenly, tail)
                     if ranges <= plan.cut_steps <= INT32_MAX // ranges:
                         yield plan
 
@@ -181,21 +196,22 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     form = plan.form
     sums = 4 * form.rows * form.tokens / SUMS_BYTES
     x, w = 2 * COLUMNS * form.tokens, form.rows // ROWS * CHUNK_BYTES[precision]
-    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, OF_A_CHUNK + form.rows * OF_A_ROW,
-               (x / form.cluster + w) / L2_BYTES)
+    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, OF_A_CHUNK / form.slices + form.rows * OF_A_ROW,
+               (x / form.cluster + w) * plan.blocks / L2_BYTES)
     read = n / ROWS * plan.steps * CHUNK_BYTES[precision]
     if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
-        read += plan.cut_steps * x
+        read += plan.cut_tiles * plan.steps * x
     given = 0
     if plan.is_added_up:
-        givers = math.ceil(plan.ranges * plan.steps / plan.cut_steps)  # ranges that have a part of a tile
+        givers = math.ceil(plan.ranges / plan.cut_tiles)  # ranges that have a part of a tile
         if plan.evenly:
             parts = (plan.ranges + plan.cut_tiles) / plan.ranges
             given = OF_A_MEETING + givers * OF_A_GIVER + (2 * parts + plan.cut_tiles / plan.ranges) * sums
         else:
-            given = sums + OF_A_GIFT + givers * (sums + OF_A_GIVER)
+            given = max(sums + OF_A_GIFT - plan.tail * step, 0) + givers * (sums + OF_A_GIVER)
     written = (plan.whole if plan.evenly else math.ceil(plan.tiles / plan.ranges)) * sums
-    return (OF_A_LAUNCH - form.room * ROOM_SAVES + max(plan.steps_of_range * step, read / MEMORY_BYTES)
+    products = plan.tiles * plan.steps * COLUMNS * form.rows * form.cluster * form.tokens
+    return (OF_A_LAUNCH - form.room * ROOM_SAVES + max(plan.steps_of_range * step, read / MEMORY_BYTES, products / POWER)
             + given + written)
 
 
@@ -239,9 +255,9 @@ class WgmmaDesign:
 
     def plan(self, backend: Backend, weights, m: int, overlap=False) -> Plan:
         """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other, and lose
-        by it where half of shared memory holds no more than two stages of w."""
+        by it where half of shared memory holds no more than two stages of x or of w."""
         shape = m, weights.n, weights.k
-        forms = [form for form in self.forms if not form.room or overlap and form.stages(weights.precision)[1] > 2]
+        forms = [form for form in self.forms if not form.room or overlap and min(form.stages(weights.precision)) > 2]
         return min(plans(*shape, backend.multiprocessors, forms),
                    key=lambda plan: nanoseconds(plan, *shape, weights.precision))
 
@@ -276,7 +292,7 @@ class WgmmaDesign:
         if sums is None:
             sums = backend.empty(max(plan.scratch, 4), np.float32)
         there = backend.array(np.zeros(plan.flags, np.int32))
-        args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole, plan.evenly)), out_boxes]
+        args = [data, boxes, out, sums, there, *map(np.int32, (m, n, k, plan.whole, plan.evenly, plan.tail)), out_boxes]
         block, size = (32, form.threads // 32, 1), form.shared(weights.precision)
 
         def launch():
