@@ -409,7 +409,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     Turn<X_STAGES, SLICES> x_turn{slice};
     Turn<W_STAGES, SLICES> w_turn{slice};
     int next = slice;  // chunk of the slice, of a range's part of a tile
-    bool half = false;  // of the turn that ranges arrive in
+    int half = 0;  // of the turn that ranges arrive in
     bool is_owed = false;  // sums that were left, to be given
     const auto give = [&] {
       if (is_owed) handover.give(range.range, of_cluster, lane);
