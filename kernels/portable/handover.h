@@ -7,8 +7,9 @@
 // By the range that has a tile's end, last: a range is worked through from its end to its beginning. So it starts with
 // the beginning of a tile, leaves those sums in memory for who has the tile's end, and goes on; and it ends with the end of
 // a tile, whose other sums, made at the start of the range before, have long come. Only sums of ranges shorter than a tile
-// are waited for: there the tail of a tile, some steps, is not cut, so that its owner multiplies these meanwhile. An owner waits for ranges before its own, which have begun before it, and give before they wait:
-// somebody can always go on. Best for tiles of few parts, which have come long before.
+// are waited for: there the tail of a tile, some steps, is not cut, so that its owner multiplies these meanwhile. An owner
+// waits for ranges before its own, which have begun before it, and give before they wait: somebody can always go on. Best
+// for tiles of few parts, which have come long before.
 //
 // By all, evenly: the row comes first, and all of it is left in memory; after the whole tiles each range adds up an even
 // share of the sums. Best for tiles of many parts, of which an owner would read one after the other while most ranges have

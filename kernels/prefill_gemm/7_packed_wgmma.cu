@@ -8,37 +8,47 @@
 // its part of a box of x, and both get it.
 //
 // A warpgroup turns the codes of some columns into weights while its products of those before run, and the warpgroups
-// drift apart. Activations and weights have stages of their own: a chunk of a panel has 128 columns, too many of x.
+// drift apart. Activations and weights have stages of their own: a chunk of a panel has 128 columns, of many tokens too
+// much of x. Of fewer a stage of x has a chunk's columns as well: one wait, one barrier and one address for eight products.
+//
+// Where a product has few rows and tokens, tiles of 64 rows are as many as there are multiprocessors: both warpgroups have
+// the same rows, and take chunks in turns (sliced K). What they add up at the end goes by way of shared memory, where sums
+// that another block has made would have gone by way of L2.
 //
 // Cut tiles are put together as handover.h has it: what a block gives to another it has at the beginning. Sums of many tokens
 // take microseconds to read: they come into the stages of x, behind its last ones, while those are multiplied. Of few
 // tokens, where a tile has parts of many blocks and multiprocessors have room, all blocks add up evenly what all of them left.
 //
-// What a block has of its last tile, in 16 bits and of many tokens, goes by way of shared memory, where nothing more comes in: a
-// copy writes 128 bytes of a token, of which lanes that store for themselves have 8 each, of lines far apart.
+// What a block has of its last tile, in 16 bits and of many tokens, goes by way of shared memory, where nothing more comes
+// in: a copy writes 128 bytes of a token, of which lanes that store for themselves have 8 each, of lines far apart.
 //
 // Few tokens are a matter of bytes, and of what launches cost that follow each other. A block of half a multiprocessor
 // leaves room for one of the next launch, which fills its stages with weights while this one hands over and ends.
 //
 // Predicted: 17408 x 5120, M = 512, either precision: as fast as cuBLAS on bf16 weights, to 3%; both draw all the power
 // there is. M = 8 to 32: 6 us to begin, to hand over and to end, and beside these 80% of the read ceiling. With room for
-// the next launch: 2 us less of them.
+// the next launch: 2 us less of them. Sliced K, 2048 x 2048, M = 256: 6.5 us where two tiles side by side took 8.4.
 //
-// Outcome (H200, cold, median, launches that overlap, out of 16 bits; W8 / W4 on bf16 activations, beside cuBLAS on bf16
-// weights in the same run): M = 512 17408 x 5120 122 / 120 us (750 and 760 TFLOP/s; 752), 5120 x 17408 124 / 120 (734, 762;
-// 735), 12288 x 5120 90 / 87 (715, 744; 723), 10240 x 5120 75.5 / 73.7 (711, 728; 743), 5120 x 6144 47.7 / 47.4 (676, 679;
-// 704): where a block has little more than a tile, or not one, beginning and ending cost it 10 us. M = 2048, 17408 x 5120 468 /
-// 456 us (780, 801; 758). M = 16, f16 25.8 / 18.9 us on 17408 x 5120, 26.9 / 18.8 on 5120 x 17408, 3.7 and 2.7 TB/s; alone 5 to
-// 7 us more.
+// Outcome (H200, cold, median, launches that overlap, out of 16 bits; W8 / W4, beside cuBLAS on bf16 weights in the same run):
+// M = 512, bf16, 17408 x 5120 122 / 117 us (750 and 782 TFLOP/s; 757), 5120 x 17408 122 / 116 (747, 784; 747), 12288 x 5120
+// 88 / 85 (731, 755; 741), 10240 x 5120 76 / 75 (703, 720; 753), 5120 x 6144 46 / 45 (696, 714; 712), 6144 x 2048 20.7 / 20.3
+// (624, 636; 664), 2048 x 2048 9.6 / 9.0 (446, 479; 441). M = 256, f16, 2048 x 2048 7.1 / 6.6 us (cuBLAS 6.8); M = 64 5.4 / 5.3
+// (6.2). M = 16, f16 25.8 / 18.4 us on 17408 x 5120, 27.6 / 18.3 on 5120 x 17408, 3.7 and 2.7 TB/s; alone 3 to 8 us more.
 // Taught: of 10240 x 5120, M = 512, reading others' sums took 2.1 us, leaving one's own 0.9, storing 2.9, and of 5120 x 17408
 // 4.1, 1.1 and 1.8. Sums that come as stages do: 0.5 to 1.0% less time with int4, 0.9 to 2.3% with int8, but more with 64
 // tokens. Outputs that leave as boxes: 0.4 to 1.4% from 176 tokens on, nothing with 128. Adding up evenly: int4, M = 16, 5120 x
 // 17408 20.3 to 18.7 us; of 64 tokens and more twice the sums are read, and it lost. With room for two blocks, a multiprocessor
 // without one gets two of the next launch: 120 blocks took 13 us, 132 10.4. Products of bf16 draw less power than of f16, and
 // where power is the limit take 2 to 4% less time, with cuBLAS as well.
+// The tensor cores are fast enough: products of 64 tokens with weights from registers follow each other at 32 clocks, also
+// while others are made, but a chunk took 870 clocks of 512. Instructions around them do it: stages of a chunk, and addresses
+// that stay in registers of a warp (200 instructions a chunk, 221 before; 240 where the compiler lost track) are 5 to 10% of
+// the time with 64 and 128 tokens. Handing over took 2.6 of 11.6 us of 2048 x 2048, M = 512: two steps of a tile that are not
+// cut give 2 to 8% with 128 tokens and more; sliced K, which hands nothing over, 10 to 35% on such shapes. Boxes of x without
+// a row of it take longer than others (6144 x 2048, M = 32, tiles of 64: 11.0 us, 6.4 since they are not asked for).
 // Tried in vain: codes read a turn ahead and x waited for later (5% slower), two blocks on a multiprocessor that both multiply
-// (8% slower), warpgroups that take columns of the same rows in turns (with stages of their own, without which copies that end
-// in any order are taken for one another: faster for a few shapes only), sums in float to out (3 us more at M = 512).
+// (8% slower), sums in float to out (3 us more at M = 512), a chunk's weights all made at once (within 3%, either way; and a
+// loop whose turns all write the same registers makes weights where products still read others).
 //
 // There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
 //
@@ -78,7 +88,8 @@ constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 // A stage is of one chunk, and always of the same slice's: else a warp could take a copy for the one after the next.
-static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && X_BOXES == 2 && BANDS == 1 && X_STAGES % 2 == 0 && W_STAGES % 2 == 0 && kTokens % 8 == 0);
+static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0);
+static_assert(X_STAGES % SLICES == 0 && W_STAGES % SLICES == 0);
 // Outputs of 16 bits of more tokens still are stored by copies.
 constexpr bool kStoredByCopy = kTokens > 128 && NARROW_OUT;
 static_assert(!kStoredByCopy || BANDS * X_BOXES == 1 && X_STAGES >= GROUPS, "a warpgroup's sums in 16 bits have the size of a stage of x");
@@ -295,7 +306,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const auto token_of = [&](int tile) { return tile % token_tiles * TILE_TOKENS; };
   const bool by_all = ROOM && evenly;
   const bool has_boxes = kStoredByCopy && N % 8 == 0;  // of out: a map has rows at multiples of 16 bytes
-  const auto own_range = [&] { return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all, tail); };
+  const auto own_range = [&] {
+    return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all, tail);
+  };
   // Warps have rows of their own: unless copies bring sums, none waits for another of its block.
   const Handover<kOwn, CLUSTER * kWarps> handover{sums_left, there};
   Work work;
@@ -518,7 +531,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         store_by_copy(out_boxes, sums[0], block.x[turn.stage], row_of(work.tile, 0) - warp % 4 * kPanelRows,
                       token_of(work.tile), warp, lane);
       } else {
-        unrolled<BANDS>([&](auto b) { store(out, bands[b.value], row_of(work.tile, b.value), tokens_of(work.tile), M, N, lane); });
+        unrolled<BANDS>([&](auto b) {
+          store(out, bands[b.value], row_of(work.tile, b.value), tokens_of(work.tile), M, N, lane);
+        });
       }
     }
     give();
