@@ -25,18 +25,21 @@ def weight(n, k, precision):
 
 # ---- compiled
 
-@pytest.mark.parametrize("name, precision, tokens, room, narrow", [
-    ("wgmma_f16", "int4", 256, False, False), ("wgmma_bf16", "int4", 256, False, True),
-    ("wgmma_f16", "int8", 176, False, True), ("wgmma_bf16", "int4", 128, False, False),
-    ("wgmma_f16", "int8", 8, False, False), ("wgmma_f16", "int8", 32, True, True),
-    ("wgmma_bf16", "int8", 256, False, True), ("wgmma_bf16", "int8", 64, False, False),
-    ("wgmma_bf16", "int4", 16, True, False)])
-def test_machine_code(name, precision, tokens, room, narrow):
-    """No spills, products that follow each other without a wait of the compiler's, copies by the copy engine; outputs
-    of 16 bits are transposed and stored by 8 bytes, or of many tokens, at the end, by a copy."""
+@pytest.mark.parametrize("name, precision, tokens, kind, narrow", [
+    ("wgmma_f16", "int4", 256, "", False), ("wgmma_bf16", "int4", 256, "", True),
+    ("wgmma_f16", "int8", 176, "", True), ("wgmma_bf16", "int4", 128, "", False),
+    ("wgmma_f16", "int8", 8, "", False), ("wgmma_f16", "int8", 32, "room", True),
+    ("wgmma_bf16", "int8", 256, "", True), ("wgmma_bf16", "int8", 64, "", False),
+    ("wgmma_bf16", "int4", 16, "room", False), ("wgmma_f16", "int8", 64, "slices", True),
+    ("wgmma_bf16", "int4", 128, "slices", True)])
+def test_machine_code(name, precision, tokens, kind, narrow):
+    """No spills, products that follow each other without a wait of the compiler's and addresses that stay in registers
+    of a warp, copies by the copy engine; outputs of 16 bits are transposed and stored by 8 bytes, or of many tokens, at
+    the end, by a copy."""
     if toolchain.targets()["sm_90a"]:
         pytest.skip(toolchain.targets()["sm_90a"])
-    form = next(form for form in op.FORMS if (form.tokens, form.room) == (tokens, room))
+    room, slices = kind == "room", 1 + (kind == "slices")
+    form = next(form for form in op.FORMS if (form.tokens, form.room, form.slices) == (tokens, room, slices))
     source = op.DESIGNS[name].source(precision, form, narrow)
     _, log = toolchain.nvrtc_compile(source, "90a")
     compiled = toolchain.compile_cuda(source, "90a")
@@ -44,16 +47,18 @@ def test_machine_code(name, precision, tokens, room, narrow):
     assert resources["spill_bytes"] == resources["stack_bytes"] == 0
     assert "serialized" not in log
     assert len(re.findall(rf"HGMMA\.64x{tokens}x16\.F32", compiled.assembly)) == 8 * form.bands
-    assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1 + (tokens >= op.MANY)  # of w; of sums
+    products = compiled.assembly[compiled.assembly.index("HGMMA"):compiled.assembly.rindex("HGMMA")]
+    assert products.count("R2UR") <= 4  # from registers of a lane, which may be two for each product
+    assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1 + form.has_many  # of w; of sums
     boxes = re.findall(r"UTMALDG\.2D\S*", compiled.assembly)
     assert boxes == [("UTMALDG.2D.MULTICAST" if form.cluster > 1 else "UTMALDG.2D")] * form.boxes
     # the next launch may begin; this one asks for x when the one before has ended
     assert compiled.assembly.index("PREEXIT") < compiled.assembly.index("ACQBULK") < compiled.assembly.index(boxes[0])
     assert compiled.assembly.count("ACQBULK") == 1
-    eights = form.bands * tokens // 8 + room  # and those that all add up
+    eights = form.bands * tokens // slices // 8 + room  # and those that all add up
     assert len(re.findall(r"MOVM\.16\.MT88", compiled.assembly)) == narrow * 2 * eights
     assert len(re.findall(r"STG\.E\.64 ", compiled.assembly)) == narrow * eights
-    by_copy = narrow and tokens > op.MANY
+    by_copy = narrow and tokens > op.MANY  # which no slices are
     assert len(re.findall(r"STSM\.16\.MT88\.4 ", compiled.assembly)) == by_copy * tokens // 16
     assert len(re.findall(r"UTMASTG\.2D ", compiled.assembly)) == by_copy
     assert resources["registers"] * form.threads * (1 + room) <= 65536

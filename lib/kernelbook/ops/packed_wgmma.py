@@ -71,7 +71,8 @@ class Form:
     def stages(self, precision: str) -> tuple[int, int]:
         """Stages of x and of w that shared memory holds, for about as many columns of either."""
         x, w = self.stage_bytes(precision)
-        free = (HALF_SHARED if self.room else SHARED) - ALIGN - 2 * ALIGN - self.given_bytes  # to align it all, barriers
+        free = HALF_SHARED if self.room else SHARED
+        free -= self.given_bytes + ALIGN + 2 * ALIGN  # to align it all, barriers
         of_x = COLUMNS // STEP // self.boxes  # stages of x for one of w
         less = of_x if self.room else 1  # x, which L2 has, comes sooner than w
         most = MOST_COLUMNS_AHEAD // STEP // self.boxes
@@ -108,8 +109,9 @@ FORMS = (Form(8, 4), Form(16, 4), Form(32, 4), Form(64, 2, cluster=2), Form(64, 
 @dataclass(frozen=True)
 class Plan:
     """form: of the tiles. tiles: of the product, each of all blocks of a cluster. steps: chunks along K. ranges:
-    clusters of the launch. whole: tiles that each of them has; the rest is cut, if there is one, but for `tail` steps at a
-    tile's end. evenly: all ranges add up the sums of what is cut, not just those that have the end of a tile."""
+    clusters of the launch. whole: tiles that each of them has; the rest is cut, if there is one. tail: steps at the end
+    of a tile that are not cut. evenly: all ranges add up the sums of what is cut, not just those that have the end of
+    a tile."""
 
     form: Form
     tiles: int
@@ -154,8 +156,8 @@ class Plan:
         return 4 * self.form.groups * self.form.cluster * (APART if self.evenly else self.ranges)
 
 
-# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,100 launches that
-# overlap; those that do not take some 2 us more whatever the plan.
+# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,100 launches
+# that overlap; those that do not take some 2 us more whatever the plan.
 OF_A_LAUNCH, ROOM_SAVES = 1410, 200  # to begin and to end; where blocks of the next launch have room meanwhile
 OF_A_CLOCK = 0.449  # of the tensor cores
 TOKENS_MORE = 74  # that a product takes: to make its weights, and to wait for what it needs
@@ -196,7 +198,8 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     form = plan.form
     sums = 4 * form.rows * form.tokens / SUMS_BYTES
     x, w = 2 * COLUMNS * form.tokens, form.rows // ROWS * CHUNK_BYTES[precision]
-    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK, OF_A_CHUNK / form.slices + form.rows * OF_A_ROW,
+    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK,
+               OF_A_CHUNK / form.slices + form.rows * OF_A_ROW,
                (x / form.cluster + w) * plan.blocks / L2_BYTES)
     read = n / ROWS * plan.steps * CHUNK_BYTES[precision]
     if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
@@ -211,8 +214,8 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
             given = max(sums + OF_A_GIFT - plan.tail * step, 0) + givers * (sums + OF_A_GIVER)
     written = (plan.whole if plan.evenly else math.ceil(plan.tiles / plan.ranges)) * sums
     products = plan.tiles * plan.steps * COLUMNS * form.rows * form.cluster * form.tokens
-    return (OF_A_LAUNCH - form.room * ROOM_SAVES + max(plan.steps_of_range * step, read / MEMORY_BYTES, products / POWER)
-            + given + written)
+    multiplied = max(plan.steps_of_range * step, read / MEMORY_BYTES, products / POWER)
+    return OF_A_LAUNCH - form.room * ROOM_SAVES + multiplied + given + written
 
 
 # ---------------------------------------------------------------- the designs
