@@ -65,8 +65,8 @@ struct Ranges {
 
 #if GPU_HAS_WGMMA
 // What warps leave to each other: sums, [ranges or parts][places][count / 4][32 lanes], read from L2, as they are written
-// while this kernel runs. place: of a warp in the cluster; equal warps have equal rows, and none waits for others of its
-// block, unless copies bring the sums.
+// while this kernel runs. place: of a warp in the cluster; equal warps leave equal parts of a tile, and wait for each other
+// only, unless copies bring the sums.
 template <int count, int places> struct Handover {
   float4 *sums;
   int *there;  // 0 before the first launch. [ranges][places], whether sums are there; evenly: [places][kApart], who arrived

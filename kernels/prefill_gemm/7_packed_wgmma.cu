@@ -41,14 +41,14 @@
 // without one gets two of the next launch: 120 blocks took 13 us, 132 10.4. Products of bf16 draw less power than of f16, and
 // where power is the limit take 2 to 4% less time, with cuBLAS as well.
 // The tensor cores are fast enough: products of 64 tokens with weights from registers follow each other at 32 clocks, also
-// while others are made, but a chunk took 870 clocks of 512. Instructions around them do it: stages of a chunk, and addresses
-// that stay in registers of a warp (200 instructions a chunk, 221 before; 240 where the compiler lost track) are 5 to 10% of
-// the time with 64 and 128 tokens. Handing over took 2.6 of 11.6 us of 2048 x 2048, M = 512: two steps of a tile that are not
-// cut give 2 to 8% with 128 tokens and more; sliced K, which hands nothing over, 10 to 35% on such shapes. Boxes of x without
-// a row of it take longer than others (6144 x 2048, M = 32, tiles of 64: 11.0 us, 6.4 since they are not asked for).
+// while others are made, but the 16 of a chunk took 870 clocks, not 512. Instructions around them do it: stages of a chunk,
+// and addresses that stay in registers of a warp (200 instructions a chunk, 221 before; 240 where the compiler lost track)
+// are 5 to 10% of the time with 64 and 128 tokens. Handing over took 2.6 of 11.6 us of 2048 x 2048, M = 512: two steps of a
+// tile that are not cut give 2 to 8% with 128 tokens and more; sliced K, which there hands nothing over, 10 to 35%. Boxes of
+// x without a row of it take longer than others (6144 x 2048, M = 32, tiles of 64: 11.0 us, 6.4 since they are not asked for).
 // Tried in vain: codes read a turn ahead and x waited for later (5% slower), two blocks on a multiprocessor that both multiply
-// (8% slower), sums in float to out (3 us more at M = 512), a chunk's weights all made at once (within 3%, either way; and a
-// loop whose turns all write the same registers makes weights where products still read others).
+// (8% slower), sums in float to out (3 us more at M = 512), a chunk's weights all made at once (within 3%, either way; it takes
+// two chunks a turn of the loop, with registers of their own: written to the same ones, weights change under products).
 //
 // There is no simulated form: the ranges of handover.h are checked there, and the order of panels by kernels on mma.sync.
 //
@@ -88,7 +88,7 @@ constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 // A stage is of one chunk, and always of the same slice's: else a warp could take a copy for the one after the next.
-static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0);
+static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0 && !kMany);
 static_assert(X_STAGES % SLICES == 0 && W_STAGES % SLICES == 0);
 // Outputs of 16 bits of more tokens still are stored by copies.
 constexpr bool kStoredByCopy = kTokens > 128 && NARROW_OUT;
@@ -309,7 +309,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   const auto own_range = [&] {
     return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all, tail);
   };
-  // Warps have rows of their own: unless copies bring sums, none waits for another of its block.
+  // What a warp hands over is its own: unless copies bring sums, it waits for its like in other blocks only.
   const Handover<kOwn, CLUSTER * kWarps> handover{sums_left, there};
   Work work;
 
@@ -422,7 +422,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     Turn<X_STAGES, SLICES> x_turn{slice};
     Turn<W_STAGES, SLICES> w_turn{slice};
     int next = slice;  // chunk of the slice, of a range's part of a tile
-    int half = 0;  // of the turn that ranges arrive in
+    bool half = false;  // of the turn that ranges arrive in
     bool is_owed = false;  // sums that were left, to be given
     const auto give = [&] {
       if (is_owed) handover.give(range.range, of_cluster, lane);
@@ -516,7 +516,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
             block.x_full[turn.stage].wait(turn.parity);
             if (i % kSumStages == warp / kWarpsOfStage) {
               const float4 *brought = reinterpret_cast<const float4 *>(block.x[turn.stage]);
-              handover.take(all, brought + warp % kWarpsOfStage * (kSums / 4 * 32), lane);
+              handover.take(all, brought + warp % kWarpsOfStage * (kOwn / 4 * 32), lane);
             }
             __syncwarp();
             release_x(turn.stage);

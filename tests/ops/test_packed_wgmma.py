@@ -31,7 +31,7 @@ def weight(n, k, precision):
     ("wgmma_f16", "int8", 8, "", False), ("wgmma_f16", "int8", 32, "room", True),
     ("wgmma_bf16", "int8", 256, "", True), ("wgmma_bf16", "int8", 64, "", False),
     ("wgmma_bf16", "int4", 16, "room", False), ("wgmma_f16", "int8", 64, "slices", True),
-    ("wgmma_bf16", "int4", 128, "slices", True)])
+    ("wgmma_bf16", "int4", 128, "slices", True), ("wgmma_bf16", "int8", 128, "three", True)])
 def test_machine_code(name, precision, tokens, kind, narrow):
     """No spills, products that follow each other without a wait of the compiler's and addresses that stay in registers
     of a warp, copies by the copy engine; outputs of 16 bits are transposed and stored by 8 bytes, or of many tokens, at
@@ -39,7 +39,8 @@ def test_machine_code(name, precision, tokens, kind, narrow):
     if toolchain.targets()["sm_90a"]:
         pytest.skip(toolchain.targets()["sm_90a"])
     room, slices = kind == "room", 1 + (kind == "slices")
-    form = next(form for form in op.FORMS if (form.tokens, form.room, form.slices) == (tokens, room, slices))
+    form = next(form for form in op.FORMS if (form.tokens, form.room, form.slices) == (tokens, room, slices)
+                and (kind != "three" or form.groups == 3))
     source = op.DESIGNS[name].source(precision, form, narrow)
     _, log = toolchain.nvrtc_compile(source, "90a")
     compiled = toolchain.compile_cuda(source, "90a")
@@ -49,7 +50,7 @@ def test_machine_code(name, precision, tokens, kind, narrow):
     assert len(re.findall(rf"HGMMA\.64x{tokens}x16\.F32", compiled.assembly)) == 8 * form.bands
     products = compiled.assembly[compiled.assembly.index("HGMMA"):compiled.assembly.rindex("HGMMA")]
     assert products.count("R2UR") <= 4  # from registers of a lane, which may be two for each product
-    assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1 + form.has_many  # of w; of sums
+    assert len(re.findall(r"UBLKCP", compiled.assembly)) == 1 + (form.kept >= op.MANY)  # of w; of sums
     boxes = re.findall(r"UTMALDG\.2D\S*", compiled.assembly)
     assert boxes == [("UTMALDG.2D.MULTICAST" if form.cluster > 1 else "UTMALDG.2D")] * form.boxes
     # the next launch may begin; this one asks for x when the one before has ended
@@ -196,7 +197,8 @@ def test_plans_are_what_the_kernel_can_do(multiprocessors):
                 assert plan.cut_steps == 0 or plan.ranges <= plan.cut_steps <= (2**31 - 1) // plan.ranges
                 assert not plan.evenly or plan.cut_steps and plan.form.room
                 assert not plan.form.room or plan.ranges == min(multiprocessors, plan.tiles * plan.steps)
-                assert plan.whole * plan.ranges + plan.cut_tiles >= plan.tiles
+                assert plan.tail < plan.steps and not (plan.evenly and plan.tail)
+                assert (plan.cut_steps > 0) == (plan.cut_tiles > 0)
 
 
 @pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
@@ -218,6 +220,16 @@ def test_warpgroups_share_rows_where_there_are_few():
     assert all(form(m, 2048, 2048).slices == 2 for m in (32, 64, 128, 256, 512))
     assert all(form(m, 17408, 5120).slices == 1 for m in (8, 32, 64, 512))
     assert form(512, 6144, 2048).groups == 3
+
+
+@pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
+def test_every_form_is_compiled_that_may_be_chosen_and_no_other(precision):
+    served = [form for form in op.FORMS if form.serves(precision)]
+    assert [form for form in op.FORMS if not form.room] == [form for form in served if not form.room]
+    assert [form.tokens for form in served if form.room] == ([8, 16, 32] if precision == "int4" else [8])
+    bits = packing.CODE_BITS[precision]
+    sources = [s for s in op.DESIGNS["wgmma_bf16"].sources() if s.defines["CODE_BITS"] == bits]
+    assert len(sources) == 2 * len(served)
 
 
 def test_all_add_up_evenly_what_many_have_parts_of():
@@ -412,6 +424,24 @@ def test_what_is_not_a_number_stays_in_its_row_and_column(hopper):
     out = product(hopper, "wgmma_f16", panels, x)
     assert np.isnan(out[[7, 40]]).all()
     assert np.array_equal(np.delete(out, [7, 40], 0), np.delete(clean, [7, 40], 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [form for form in op.FORMS if form.cluster > 1], ids=str)
+def test_what_an_earlier_tile_left_is_in_no_output(hopper, form):
+    """The second tile has one row, and the other block's box none: where it would lie no stage has a number."""
+    m, n, k, design = form.tokens + 1, form.rows * form.cluster, 4096, op.DESIGNS["wgmma_f16"]
+    panels = packing.random_panels(np.random.default_rng(7), n, k, "int4")
+    x = np.random.default_rng(8).standard_normal((m, k)).astype(np.float16)
+    plan = next(plan for plan in op.plans(m, n, k, form.cluster, [form]) if not plan.cut_steps)
+    assert plan.ranges == 1 and plan.tiles == 2
+    outs = []
+    for rows in (slice(0, 0), slice(form.tokens // form.cluster, form.tokens)):
+        x[rows] = np.nan
+        data, given, out = hopper.array(panels.data), hopper.array(x), hopper.empty((m, n), np.float32)
+        outs.append(hopper.numpy(design.launch(hopper, panels, data, given, out, plan)()))
+    assert np.isfinite(outs[0]).all() and np.isnan(outs[1][rows]).all()
+    assert np.array_equal(np.delete(outs[1], rows, 0), np.delete(outs[0], rows, 0))
 
 
 @pytest.mark.gpu

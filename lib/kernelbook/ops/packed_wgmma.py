@@ -18,11 +18,12 @@ import numpy as np
 from kernelbook.backends import Backend, Source
 from kernelbook.packing import CHUNK_BYTES, CODE_BITS, COLUMNS, ROWS
 
-STEP = 64  # columns of x in a stage
+STEP = 64  # columns of a box of x
 BAND = 64  # rows of w of one product
 SHARED, HALF_SHARED = 227 << 10, 113 << 10  # bytes of shared memory that a block may have, and each of two
 ALIGN = 1024  # of stages of x
-MANY = 128  # tokens of a tile whose sums copies bring from others; of more, copies store outputs of 16 bits
+MANY = 128  # tokens of a warp's sums that copies bring from others; of more, copies store outputs of 16 bits
+WIDE = 128  # tokens of a stage of x that has a chunk's columns
 MOST_COLUMNS_AHEAD = 2048  # of x that are copied ahead: more hide nothing
 APART = 32  # of counters, kApart of handover.h
 INT32_MAX = 2**31 - 1
@@ -55,14 +56,18 @@ class Form:
         return 128 * (self.groups + 1)
 
     @property
-    def has_many(self) -> bool:
-        """Whether warps have so many tokens at the end that copies bring other blocks' sums."""
-        return self.tokens // self.slices >= MANY
+    def kept(self) -> int:
+        """Tokens whose sums a warp has at the end."""
+        return self.tokens // self.slices
+
+    def serves(self, precision: str) -> bool:
+        """Whether shared memory holds three stages of x and of w: room that leaves two costs more than it saves."""
+        return not self.room or min(self.stages(precision)) > 2
 
     @property
     def boxes(self) -> int:
-        """Of 64 columns, of a stage of x: all of a chunk, unless so few stages would be left."""
-        return COLUMNS // STEP if self.tokens <= MANY else 1
+        """Of 64 columns, of a stage of x: all of a chunk, of up to 128 tokens; of more too few stages would be left."""
+        return COLUMNS // STEP if self.tokens <= WIDE else 1
 
     def stage_bytes(self, precision: str) -> tuple[int, int]:
         """Of a stage of x and one of w."""
@@ -156,17 +161,20 @@ class Plan:
         return 4 * self.form.groups * self.form.cluster * (APART if self.evenly else self.ranges)
 
 
-# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,100 launches
+# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to some 1,000 launches
 # that overlap; those that do not take some 2 us more whatever the plan.
-OF_A_LAUNCH, ROOM_SAVES = 1410, 200  # to begin and to end; where blocks of the next launch have room meanwhile
-OF_A_CLOCK = 0.449  # of the tensor cores
-TOKENS_MORE = 74  # that a product takes: to make its weights, and to wait for what it needs
-OF_A_CHUNK, OF_A_ROW = 362, 1.43  # at least: what waits for what, and instructions, of a chunk and of a row of it
-L2_BYTES, MEMORY_BYTES = 6870, 4150  # asked for by all
-POWER = 810_000 / 2  # products, of all, while power lets them be
-SUMS_BYTES = 105  # sums left or written
-OF_A_GIFT, OF_A_GIVER = 1600, 82  # sums that are left, and each time that some are taken
-OF_A_MEETING = 1980  # of all ranges, and to begin to add up
+OF_A_LAUNCH, ROOM_SAVES = 1850, 1150  # to begin and to end; where blocks of the next launch have room meanwhile
+OF_A_CLOCK = 0.45  # of the tensor cores
+TOKENS_MORE = 70  # that a product takes: to make its weights, and to wait for what it needs
+OF_A_CHUNK, OF_A_ROW = 210, 1.9  # at least: what waits for what, and instructions, of a chunk and of a row of it
+OF_A_SLICE = 70  # more of a chunk, where warpgroups take them in turns
+L2_BYTES, MEMORY_BYTES = 7250, 4150  # asked for by all
+FILL_BYTES = 460  # of boxes of x that are partly outside of it, to one multiprocessor
+POWER = 815_000 / 2  # products, of all, while power lets them be
+SUMS_BYTES = 106  # sums left or written
+OF_A_GIFT, UNALIGNED = 1200, 1000  # sums that are left; more where ranges begin and end within tiles
+OF_A_GIVER = 75  # each time that some are taken
+OF_A_MEETING = 2600  # of all ranges, and to begin to add up
 TAIL = 2  # steps at the end of a tile of many tokens that are not cut, where ranges are shorter than tiles
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
@@ -186,7 +194,7 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
             counts = {most, *range(2 * tiles, most + 1, tiles)}
         for ranges in counts:
             for whole in {tiles // ranges, max(tiles // ranges - 1, 0)}:
-                tail = TAIL if form.has_many and 0 < tiles - whole * ranges < ranges and steps > TAIL else 0
+                tail = TAIL if form.kept >= MANY and 0 < tiles - whole * ranges < ranges and steps > TAIL else 0
                 for evenly in (False, True) if form.room else (False,):
                     plan = Plan(form, tiles, steps, ranges, whole, evenly, tail)
                     if ranges <= plan.cut_steps <= INT32_MAX // ranges:
@@ -198,9 +206,12 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     form = plan.form
     sums = 4 * form.rows * form.tokens / SUMS_BYTES
     x, w = 2 * COLUMNS * form.tokens, form.rows // ROWS * CHUNK_BYTES[precision]
+    share = form.tokens // form.cluster
+    outside = max(math.ceil(m / share) * share - m, 0) if m < form.tokens else 0
     step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK,
-               OF_A_CHUNK / form.slices + form.rows * OF_A_ROW,
+               (OF_A_CHUNK + (form.slices > 1) * OF_A_SLICE) / form.slices + form.rows * OF_A_ROW,
                (x / form.cluster + w) * plan.blocks / L2_BYTES)
+    step += 2 * COLUMNS * outside / FILL_BYTES
     read = n / ROWS * plan.steps * CHUNK_BYTES[precision]
     if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
         read += plan.cut_tiles * plan.steps * x
@@ -211,7 +222,8 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
             parts = (plan.ranges + plan.cut_tiles) / plan.ranges
             given = OF_A_MEETING + givers * OF_A_GIVER + (2 * parts + plan.cut_tiles / plan.ranges) * sums
         else:
-            given = max(sums + OF_A_GIFT - plan.tail * step, 0) + givers * (sums + OF_A_GIVER)
+            gift = OF_A_GIFT + (plan.ranges % plan.cut_tiles > 0) * UNALIGNED
+            given = max(sums + gift - plan.tail * step, 0) + givers * (sums + OF_A_GIVER)
     written = (plan.whole if plan.evenly else math.ceil(plan.tiles / plan.ranges)) * sums
     products = plan.tiles * plan.steps * COLUMNS * form.rows * form.cluster * form.tokens
     multiplied = max(plan.steps_of_range * step, read / MEMORY_BYTES, products / POWER)
@@ -245,8 +257,8 @@ class WgmmaDesign:
 
     def sources(self) -> list[Source]:
         """Every form, for static evidence."""
-        return [self.source(precision, form, narrow)
-                for precision in CODE_BITS for form in self.forms for narrow in (False, True)]
+        return [self.source(precision, form, narrow) for precision in CODE_BITS for form in self.forms
+                if form.serves(precision) for narrow in (False, True)]
 
     def why_not(self, backend: Backend, weights, m: int) -> str | None:
         """Why `m` rows cannot be multiplied by weights (their n, k and precision) on a backend; None where they can."""
@@ -257,10 +269,9 @@ class WgmmaDesign:
         return None
 
     def plan(self, backend: Backend, weights, m: int, overlap=False) -> Plan:
-        """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other, and lose
-        by it where half of shared memory holds no more than two stages of x or of w."""
+        """The cheapest for `m` rows, at least one. Only launches that overlap gain from room for each other."""
         shape = m, weights.n, weights.k
-        forms = [form for form in self.forms if not form.room or overlap and min(form.stages(weights.precision)) > 2]
+        forms = [form for form in self.forms if (overlap or not form.room) and form.serves(weights.precision)]
         return min(plans(*shape, backend.multiprocessors, forms),
                    key=lambda plan: nanoseconds(plan, *shape, weights.precision))
 
@@ -290,7 +301,7 @@ class WgmmaDesign:
         source = self.source(weights.precision, form, narrow)
         kernel = backend.compile(source).kernel("packed_wgmma")
         boxes = backend.tensor_map(x, (form.tokens // form.cluster, STEP))
-        has_boxes = narrow and form.tokens > MANY and n % 8 == 0  # rows at multiples of 16 bytes
+        has_boxes = narrow and form.kept > MANY and n % 8 == 0  # rows at multiples of 16 bytes
         out_boxes = backend.tensor_map(out, (form.tokens, BAND)) if has_boxes else np.void(boxes.nbytes)
         if sums is None:
             sums = backend.empty(max(plan.scratch, 4), np.float32)
