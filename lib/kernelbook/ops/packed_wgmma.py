@@ -161,7 +161,7 @@ class Plan:
         return 4 * self.form.groups * self.form.cluster * (APART if self.evenly else self.ranges)
 
 
-# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to some 1,000 launches
+# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,000 launches
 # that overlap; those that do not take some 2 us more whatever the plan.
 OF_A_LAUNCH, ROOM_SAVES = 1850, 1150  # to begin and to end; where blocks of the next launch have room meanwhile
 OF_A_CLOCK = 0.45  # of the tensor cores
