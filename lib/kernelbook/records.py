@@ -261,13 +261,13 @@ def _text(document: dict) -> str:
 
     def lines(value):
         if isinstance(value, list) and value:
-            return "[\n" + ",\n".join("  " + line(entry) for entry in value) + "\n ]"
+            return "[\n" + ",\n".join(map(line, value)) + "\n]"
         return line(value)
 
     def line(value):
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
-    return "{\n" + ",\n".join(f" {line(name)}: {lines(value)}" for name, value in document.items()) + "\n}\n"
+    return "{\n" + ",\n".join(f"{line(name)}:{lines(value)}" for name, value in document.items()) + "\n}\n"
 
 
 def _short(entry: dict) -> dict:
