@@ -87,7 +87,8 @@ constexpr int kWarpsOfStage = 2 * X_BOXES / BANDS;  // whose sums have the size 
 constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
-// A stage is of one chunk, and always of the same slice's: else a warp could take a copy for the one after the next.
+// A stage holds one chunk, and always one of the same slice: parities repeat, and a warp that skips a turn of a stage could
+// take the phase before for its own.
 static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0 && !kMany);
 static_assert(X_STAGES % SLICES == 0 && W_STAGES % SLICES == 0);
 // Outputs of 16 bits of more tokens still are stored by copies.
