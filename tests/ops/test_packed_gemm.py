@@ -116,6 +116,24 @@ def test_every_form_of_the_ranges_and_every_cut(backend, form, precision):
             assert np.array_equal(*outs), (m, n, k, slices, blocks)
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("warps", [8, 16])
+@pytest.mark.parametrize("activations", ["float32", "float16"])
+def test_every_form_of_the_panels_ahead(backend, warps, activations, precision):
+    """Warps without a chunk, with one and with several; blocks of several launches' worth of multiprocessors, or of
+    less, with nothing to do for the last ones; the activations of all chunks read at once, or some at a time."""
+    design = op.AheadDesign(activations, warps)
+    for m, n, k in [(1, 200, 1056), (2, 20, 3072), (3, 70, 96), (4, 40, 2080), (8, 33, 3040), (7, 16, 2048)]:
+        weight, (x, known) = panels(n, k, precision), given(normal(m, k), design)
+        call, outs = op.PackedGemm(backend, weight, design).prepare(backend.array(x)), []
+        for _ in range(2):
+            out = call()
+            outs.append(backend.numpy(out).copy())
+            out[...] = np.nan
+        assert relative(outs[0], op.reference(known, weight)) <= 1e-6, (m, n, k)
+        assert np.array_equal(*outs), (m, n, k)
+
+
 def test_one_warp_has_too_few_places_for_its_pieces(simulator):
     form = op.RangesForm(1, warps=1, chunks=1, slots=2)
     with pytest.raises(CompileError, match="a warp leaves two pieces"):
@@ -133,12 +151,14 @@ def test_slices_of_k(backend, design):
     assert np.array_equal(backend.numpy(call()), out)
 
 
-@pytest.mark.parametrize("name", ["wide_loads", "panels", "ring", "ranges", "ranges of slices"])
+@pytest.mark.parametrize("name", ["wide_loads", "panels", "ring", "ranges", "ranges of slices", "ahead"])
 def test_order_of_lanes_waves_and_blocks_changes_no_bit(name):
     weight, x = panels(72, 1056, "int4"), normal(4, 1056)
     forms = {"ring": op.RingDesign("float32", RINGS[1], 5), "ranges": op.RangesDesign("float32", RANGES[1], 1, 4),
              "ranges of slices": op.RangesDesign("float32", RANGES[1], 2, 4)}
-    design = forms.get(name) or replace(op.DESIGNS[name], splits=2)
+    design = forms.get(name) or op.DESIGNS[name]
+    if hasattr(design, "splits"):
+        design = replace(design, splits=2)
     outs = [multiply(CpuBackend(order=order), weight, x, design) for order in (0, 1, 2)]
     assert np.array_equal(outs[0], outs[1]) and np.array_equal(outs[0], outs[2])
 
@@ -157,7 +177,8 @@ def test_the_identity_gives_the_weights_back(simulator, name):
 
 def test_a_long_sum_does_not_drift(simulator):
     for name in ACCURATE:
-        weight, x = panels(8, 17408), np.abs(normal(1, 17408))
+        k = 6144 if name == "ahead" else 17408  # the longest that it takes
+        weight, x = panels(8, k), np.abs(normal(1, k))
         assert relative(multiply(simulator, weight, x, name), op.reference(x, weight)) <= 1e-6
 
 
@@ -178,7 +199,7 @@ def test_what_a_huge_activation_leaves_of_small_ones(simulator):
     weight = packing.pack(formats.pack(np.eye(256, dtype=np.int8), np.ones((256, 8)), 32, "int8"))
     x = normal(2, 256)
     x[0, 5] = 2.0**40
-    for name in ("panels", "ring", "ranges"):
+    for name in ("panels", "ring", "ranges", "ahead"):
         error = np.abs(multiply(simulator, weight, x, name).astype(np.float64) - x)
         assert error[0, :128].max() <= 2.0**(40 - 39) and error[0, 128:].max() < 1e-6 and error[1].max() < 1e-6
 
@@ -379,6 +400,39 @@ def test_panels_that_are_cut_are_less_than_two_a_block():
     for count, whole in [(264, 2), (265, 1), (329, 1), (330, 2), (131, 0), (133, 0)]:
         plan = replace(design, blocks=132).plan(backend, packing.Panels(None, 16 * count, 5120, "int4"), 1)
         assert plan.whole == whole and count - whole * plan.blocks < 2 * plan.blocks
+
+
+def test_blocks_ahead_of_known_shapes():
+    """Few panels, or long K: the next launch is let go late, and blocks are as many as panels. Else they fill all
+    multiprocessors, two of 16 warps at a time or four of 8."""
+    backend, design = CpuBackend(), op.DESIGNS["ahead"]
+    backend.arch, backend.multiprocessors = "90a", 132
+    for m, n, k, warps, chunks, blocks, late in [
+            (1, 1024, 2048, 16, 1, 64, True), (1, 2048, 2048, 16, 1, 132, False), (8, 2048, 2048, 16, 1, 128, True),
+            (1, 6144, 2048, 8, 2, 396, False), (2, 6144, 2048, 8, 2, 396, False), (1, 2048, 6144, 16, 3, 128, True)]:
+        for precision in ("int8", "int4"):
+            plan = design.plan(backend, packing.Panels(None, n, k, precision), m)
+            assert plan.form == op.AheadForm(m, warps, chunks) and (plan.blocks, plan.late) == (blocks, late)
+            assert late or (32 // warps) * (plan.shared + 1024) == 228 << 10
+
+
+@pytest.mark.parametrize("arch", ["89", "90a"])
+def test_what_is_asked_for_ahead_fits_into_shared_memory_or_is_refused(arch):
+    backend = CpuBackend()
+    backend.arch, backend.multiprocessors = arch, 132
+    taken = 0
+    for name, precision, m, k in product(("ahead", "ahead_bf16"), ("int8", "int4"), (1, 3, 8), (32, 2048, 4096, 6144)):
+        design, weight = op.DESIGNS[name], packing.Panels(None, 2048, k, precision)
+        why_not = design.why_not(backend, weight, m)
+        if why_not:
+            assert re.search(rf"a panel of K = {k}, and x of {m} rows, take \d+ bytes of shared memory", why_not)
+            continue
+        plan = design.plan(backend, weight, m)
+        taken += 1
+        assert design.shared(precision, plan.form) <= plan.shared <= op.shared_limit(backend)
+    assert taken >= (46 if arch == "90a" else 20)
+    assert "K = 6176 is 4 chunks a warp; it takes at most 3, K up to 6144" in op.DESIGNS["ahead"].why_not(
+        backend, packing.Panels(None, 16, 6176, "int4"), 1)
 
 
 def test_slices_that_cannot_be_are_refused():

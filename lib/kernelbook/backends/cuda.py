@@ -250,7 +250,7 @@ class CudaKernel(CupyKernel):
         """An overlapping one by cuLaunchKernelEx, as CuPy launches without attributes."""
         if not (overlap and self._overlaps):
             return super()._launch(grid, block, args, shared, overlap)
-        if shared > DEFAULT_SHARED and not self._has_carveout:  # so that there is room for blocks of two launches
+        if shared and not self._has_carveout:  # so that there is room for blocks of two launches
             self._set_attribute(self._function.ptr, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             self._has_carveout = True
         held = [np.asarray(value.data.ptr if isinstance(value, self._array) else value) for value in args]

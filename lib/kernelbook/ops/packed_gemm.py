@@ -9,6 +9,7 @@ in what activations are on the device, where that is not float32:
     panels, panels_f16, panels_bf16     kernel 5: matrix instructions on weights in their operands' order; up to 4 rows
     ring, ring_f16, ring_bf16           kernel 6: one block a multiprocessor, weights come by themselves
     ranges, ranges_f16, ranges_bf16     kernel 7: no warp waits for another; up to 4 rows
+    ahead, ahead_f16, ahead_bf16        kernel 8: small weights, all asked for before x is there; up to 8 rows
     wgmma_f16, wgmma_bf16               many rows, on Hopper: see `packed_wgmma`
 
     PackedGemm      a weight on a device, in one of the designs
@@ -46,6 +47,9 @@ ADDERS = 4  # warps of kernel 7 that do not multiply, as compiled into 7_ranges.
 READ_MEANWHILE = 64 << 10  # bytes that a multiprocessor reads while blocks add up what they have of a panel, 2 us
 SLICES_END = 30    # What it takes a block of kernel 7 to add up slices, and to leave the sums of a panel of its slice:
 SLICES_PANEL = 11  # as long as that many pieces of x, of 128 columns of a row, at 16 ns each on the H200.
+
+MOST_AHEAD = 3  # chunks of a warp of kernel 8
+KEPT = 1 << 10  # bytes of shared memory that a multiprocessor keeps for each block
 
 SHARED = {"80": 163, "86": 99, "87": 163, "89": 99, "90a": 227, "100": 227, "103": 227, "120": 99, "121": 99}
 """KiB of shared memory that a block may have, by compute capability."""
@@ -401,7 +405,87 @@ class RangesDesign(_Planned):
         return launch
 
 
-# As panels.h, schedule.h and struct Shared of kernels 6 and 7 have them.
+# ---------------------------------------------------------------- 8: ahead of x
+
+@dataclass(frozen=True)
+class AheadForm:
+    """How kernel 8 is compiled, but for codes and activations.
+
+    rows: of x. warps: of a block, which have its panel. chunks: that a warp has at most.
+    """
+
+    rows: int
+    warps: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class AheadPlan:
+    """blocks: of the launch. late: the next one begins when this one has asked for x. shared: bytes of a block."""
+
+    form: AheadForm
+    blocks: int
+    late: bool
+    shared: int
+
+
+@dataclass(frozen=True)
+class AheadDesign(_Planned):
+    """Kernel 8. activations: what x is on the device. warps: of a block; None chooses by shape."""
+
+    warps: int | None = None
+    kernel = "ahead"
+    max_rows = 8
+
+    def source(self, precision: str, form: AheadForm) -> Source:
+        return Source("grouped_gemm/8_ahead.cu", _constants(precision, self.activations, form.rows) | {
+            "WARPS": form.warps, "CHUNKS": form.chunks})
+
+    def sources(self) -> list[Source]:
+        """The forms for K up to 2048, many panels and few, and for K up to 6144, for static evidence."""
+        return [self.source(precision, AheadForm(m, warps, chunks)) for precision in packing.CODE_BITS
+                for m in (1, 2, 4, 8) for warps, chunks in ((8, 2), (16, 1), (16, 3))]
+
+    def plan(self, backend: Backend, weights, m: int) -> AheadPlan:
+        """Raises ValueError for a K of which a warp has too many chunks, or a block not the memory for a panel."""
+        panels, chunks = math.ceil(weights.n / packing.ROWS), math.ceil(weights.k / packing.COLUMNS)
+        rows, multiprocessors = _power(m), backend.multiprocessors
+        warps = self.warps or (8 if panels > multiprocessors and chunks <= 16 else 16)
+        form = AheadForm(rows, warps, math.ceil(chunks / warps))
+        shared, limit = self.shared(weights.precision, form), shared_limit(backend)
+        if form.chunks > MOST_AHEAD:
+            raise ValueError(f"K = {weights.k} is {form.chunks} chunks a warp; it takes at most {MOST_AHEAD}, K up to "
+                             f"{MOST_AHEAD * warps * packing.COLUMNS}")
+        if shared > limit:
+            raise ValueError(f"a panel of K = {weights.k}, and x of {m} rows, take {shared} bytes of shared memory; a "
+                             f"block has {limit}")
+        # Of 32 warps on a multiprocessor; the rest as measured on the H200.
+        of_multiprocessor = (limit + KEPT) * warps // 32 - KEPT
+        late = chunks > 16 or 2 * panels <= multiprocessors or rows > 4 and panels <= multiprocessors
+        if late or shared > of_multiprocessor:
+            return AheadPlan(form, panels, True, shared)
+        return AheadPlan(form, _aligned(panels, multiprocessors), False, of_multiprocessor)
+
+    def shared(self, precision: str, form: AheadForm) -> int:
+        """Bytes of dynamic shared memory, as struct Shared of 8_ahead.cu has them."""
+        chunks = form.warps * form.chunks
+        pitch = packing.ROWS * form.rows + 32 // form.warps
+        return (_aligned(chunks * packing.CHUNK_BYTES[precision] + 8 * form.warps, 16)
+                + chunks * _slice_bytes(self.activations, form.rows) + _aligned(4 * form.warps * pitch, 16))
+
+    def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
+        """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
+        plan = self.plan(backend, weights, len(x))
+        kernel = backend.compile(self.source(weights.precision, plan.form)).kernel("grouped_gemm_ahead")
+        args = [data, x, out, *map(np.int32, (len(x), weights.n, weights.k, plan.late))]
+
+        def launch():
+            kernel((plan.blocks, 1, 1), (32, plan.form.warps, 1), args, plan.shared, overlap)
+            return out
+        return launch
+
+
+# As panels.h, schedule.h and struct Shared of kernels 6 to 8 have them.
 
 def _source(file, precision, activations, form, **more):
     return Source(file, _constants(precision, activations, form.rows) | {
@@ -438,7 +522,7 @@ def _aligned(size, to):
 # ---------------------------------------------------------------- the op
 
 DESIGNS = {design.name: design for design in (
-    WideDesign(), *(kind(dtype) for kind in (PanelsDesign, RingDesign, RangesDesign) for dtype in DTYPES))
+    WideDesign(), *(kind(dtype) for kind in (PanelsDesign, RingDesign, RangesDesign, AheadDesign) for dtype in DTYPES))
     } | packed_wgmma.DESIGNS
 """Every design by its name; each has name, activations, bound, max_rows, overlaps, narrow, why_not, prepare and
 sources, as here."""

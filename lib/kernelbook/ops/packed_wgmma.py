@@ -185,7 +185,7 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
     for form in forms:
         tiles = math.ceil(m / form.tokens) * math.ceil(n / (form.rows * form.cluster))
         most = multiprocessors // form.cluster
-        if not most:
+        if not most or form.room and m > form.tokens:  # which reads the weights again
             continue
         if form.room:  # a multiprocessor without a block gets two of the next launch, while others have none
             counts = {min(most, tiles * steps)}

@@ -1,0 +1,98 @@
+// 8. A small weight is all on its way before the launch before has ended.
+//
+// Of a small weight, bytes take half a microsecond, and launches that follow each other most of three. From the moment that a
+// launch may read x to that at which the next one may, everything is latency, and all of it counts. Here a block has a panel
+// whole: nothing is left to other blocks. Its warps ask for their chunks by one copy each, into shared memory, which takes no
+// register and leaves room for blocks of the next launch beside this one's. What is left to do with x is to read it, to split
+// it, to multiply one chunk or a few, and to add up what the warps have, by four lanes a number.
+//
+// Where blocks are few, `late`, the next launch begins when this one has asked for x: its weights, asked for earlier, would
+// come first, all of them. Where they are many weights need that time, and blocks begin as early as there is room. They are
+// as many then as there are multiprocessors, or several times that, with nothing to do for the last ones, and each takes as
+// much shared memory as leaves no multiprocessor with two of them and another one with none.
+//
+// Predicted: 1.7 us on 1024 x 2048 and 2.3 us on 2048 x 2048, M = 1, where kernels 5 and 7 take 2.5 and 3.0: 0.5 us to read x,
+// 0.5 to multiply a chunk, 0.2 to add up and 0.5 from one launch to the next. Up to 8 rows little more, since a warp splits
+// and multiplies no more than a chunk of each.
+// Outcome (H200, cold, median): TODO
+//
+//   WARPS   of a block: 8 or 16
+//   CHUNKS  a warp has at most
+//   ROWS: 1, 2, 4 or 8; BITS, ACTIVATIONS: see panels.h
+#include "panels.h"
+#include "ring.h"
+
+#if GPU_CUDA || GPU_SIMULATOR
+
+constexpr int kThreads = 32 * WARPS;
+constexpr int kValues = kPanelRows * ROWS;                // of the panel
+constexpr int kAdders = 4, kPieces = WARPS / kAdders;     // lanes that add up one of them, of so many warps each
+constexpr int kPitch = kValues + 32 / kAdders / kPieces;  // so that pieces that a warp reads at once are in different banks
+constexpr int kAtOnce = ROWS > 4 ? 1 : (ACTIVATIONS == 0 ? 8 : 16) / ROWS;  // chunks whose activations lanes have registers for
+
+struct Shared {
+  alignas(16) uint8_t weights[WARPS][CHUNKS * kChunkBytes];
+  uint64_t barriers[WARPS];
+  alignas(16) Slice slices[WARPS][CHUNKS];
+  float sums[WARPS][kPitch];
+};
+
+// out [M][N] of x [M][K] and w [N / 16][K / 128] chunks; K a multiple of 32. M is at most ROWS, K at most WARPS * CHUNKS * 128.
+// Grid: panels, or more.
+extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+grouped_gemm_ahead(const uint8_t *__restrict__ w, const Activation *x, float *__restrict__ out, int M, int N, int K, int late) {
+  GPU_DYNAMIC_SHARED(Shared, shared);
+  // The compiler cannot know that it is the same for all lanes.
+  const int lane = threadIdx.x, warp = __shfl_sync(GPU_FULL_MASK, (int)threadIdx.y, 0), panel = blockIdx.x;
+  if (!late) let_next_launch_begin();
+  if (panel * kPanelRows >= N) {
+    await_launch_before();  // as long as others need their multiprocessors for themselves
+    return;
+  }
+  const int chunks = (K + kChunkColumns - 1) / kChunkColumns;
+  const int first = chunks * warp / WARPS, count = chunks * (warp + 1) / WARPS - first;
+  Slice (&slices)[CHUNKS] = shared->slices[warp];
+  Ring<1, CHUNKS * kChunkBytes> ring(shared->weights[warp], shared->barriers + warp, lane);
+  ring.ask(w + ((size_t)panel * chunks + first) * kChunkBytes, count * kChunkBytes);
+
+  await_launch_before();
+  unrolled<(CHUNKS + kAtOnce - 1) / kAtOnce>([&](auto turn) {
+    constexpr int begin = turn.value * kAtOnce, here = CHUNKS - begin < kAtOnce ? CHUNKS - begin : kAtOnce;
+    Four four[here][ROWS] = {};
+    unrolled<here>([&](auto i) {
+      unrolled<ROWS>([&](auto row) {
+        if (begin + i.value < count && row.value < M)
+          four[i.value][row.value] = read_four(x + (size_t)row.value * K, first + begin + i.value, lane, K);
+      });
+    });
+    if (begin + here == CHUNKS && late) let_next_launch_begin();
+    unrolled<here>([&](auto i) {
+      unrolled<ROWS>([&](auto row) { split_row(slices[begin + i.value], row.value, four[i.value][row.value], lane); });
+    });
+  });
+  __syncwarp();
+
+  Sums sums = {};
+  Own own;
+  const uint8_t *chunk = count > 0 ? ring.wait() : nullptr;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i, chunk += kChunkBytes) multiply(sums, InShared{chunk, lane}, slices[i], own, lane);
+  add_groups(sums);
+  unrolled<kSums>([&](auto i) {
+    const Place place = place_of(lane, i.value);
+    if (place.m < ROWS) shared->sums[warp][place.n * ROWS + place.m] = sums[i.value];
+  });
+  __syncthreads();
+  const int thread = warp * 32 + lane, adder = thread % kAdders;
+#pragma unroll
+  for (int value = thread / kAdders; value < kValues; value += kThreads / kAdders) {
+    float sum = 0;
+    unrolled<kPieces>([&](auto i) { sum += shared->sums[adder * kPieces + i.value][value]; });
+    unrolled<2>([&](auto bit) { sum += __shfl_xor_sync(GPU_FULL_MASK, sum, 1 << bit.value); });
+    const int n = panel * kPanelRows + value / ROWS, m = value % ROWS;
+    if (adder == 0 && n < N && m < M) out[(size_t)m * N + n] = sum;
+  }
+}
+GPU_KERNEL(grouped_gemm_ahead)
+
+#endif
