@@ -403,17 +403,17 @@ def test_panels_that_are_cut_are_less_than_two_a_block():
 
 
 def test_blocks_ahead_of_known_shapes():
-    """Few panels, or long K: the next launch is let go late, and blocks are as many as panels. Else they fill all
-    multiprocessors, two of 16 warps at a time or four of 8."""
+    """A panel each, as long as each has a multiprocessor to itself; beyond, blocks of 8 warps, as many on each."""
     backend, design = CpuBackend(), op.DESIGNS["ahead"]
     backend.arch, backend.multiprocessors = "90a", 132
-    for m, n, k, warps, chunks, blocks, late in [
-            (1, 1024, 2048, 16, 1, 64, True), (1, 2048, 2048, 16, 1, 132, False), (8, 2048, 2048, 16, 1, 128, True),
-            (1, 6144, 2048, 8, 2, 396, False), (2, 6144, 2048, 8, 2, 396, False), (1, 2048, 6144, 16, 3, 128, True)]:
+    for m, n, k, warps, chunks, blocks in [(1, 1024, 2048, 16, 1, 64), (8, 2112, 2048, 16, 1, 132),
+                                           (1, 2128, 2048, 8, 2, 264), (2, 6144, 2048, 8, 2, 396),
+                                           (1, 2048, 6144, 16, 3, 128)]:
         for precision in ("int8", "int4"):
             plan = design.plan(backend, packing.Panels(None, n, k, precision), m)
-            assert plan.form == op.AheadForm(m, warps, chunks) and (plan.blocks, plan.late) == (blocks, late)
-            assert late or (32 // warps) * (plan.shared + 1024) == 228 << 10
+            assert plan.form == op.AheadForm(m, warps, chunks)
+            assert (plan.blocks, plan.late) == (blocks, n <= 16 * 132)
+            assert plan.late or 4 * (plan.shared + 1024) == 228 << 10
 
 
 @pytest.mark.parametrize("arch", ["89", "90a"])

@@ -421,7 +421,8 @@ class AheadForm:
 
 @dataclass(frozen=True)
 class AheadPlan:
-    """blocks: of the launch. late: the next one begins when this one has asked for x. shared: bytes of a block."""
+    """blocks: of the launch. late: the next one begins when this one has asked for x; else as early as there is room, a
+    multiprocessor having it for 32 warps. shared: bytes of a block."""
 
     form: AheadForm
     blocks: int
@@ -459,12 +460,10 @@ class AheadDesign(_Planned):
         if shared > limit:
             raise ValueError(f"a panel of K = {weights.k}, and x of {m} rows, take {shared} bytes of shared memory; a "
                              f"block has {limit}")
-        # Of 32 warps on a multiprocessor; the rest as measured on the H200.
-        of_multiprocessor = (limit + KEPT) * warps // 32 - KEPT
-        late = chunks > 16 or 2 * panels <= multiprocessors or rows > 4 and panels <= multiprocessors
-        if late or shared > of_multiprocessor:
+        if panels <= multiprocessors:
             return AheadPlan(form, panels, True, shared)
-        return AheadPlan(form, _aligned(panels, multiprocessors), False, of_multiprocessor)
+        part = (limit + KEPT) * warps // 32 - KEPT
+        return AheadPlan(form, _aligned(panels, multiprocessors), False, max(shared, part))
 
     def shared(self, precision: str, form: AheadForm) -> int:
         """Bytes of dynamic shared memory, as struct Shared of 8_ahead.cu has them."""
