@@ -21,6 +21,7 @@ class Design:
     max_rows: int | None = None
     device: str | None = None
     activations: str = "float32"
+    stands_in: bool = True
 
     def why_not(self, backend, weights, m):
         assert (weights.n, weights.k, weights.precision) == Weight(*weights)
@@ -31,6 +32,7 @@ class Design:
 
 
 LADDER = {"wide": Design(2e-6), "ring": Design(2e-6, 32), "ring_f16": Design(5e-4, 32),
+          "special": Design(2e-6, 8, stands_in=False),
           "wgmma_f16": Design(5e-4, device="an H200"), "wgmma_bf16": Design(4e-3, device="an H200")}
 MEASURED = {"an H200": {"int8": {
     "accurate": {"4096 x 4096": {2: "ring", 64: "wide"}},
@@ -73,6 +75,22 @@ def test_what_was_not_measured_takes_the_last_that_can_run(fake):
         assert choose((64, 64, "int8"), 8, OTHER, "bf16", measured).design == "ring_f16"
         assert choose((64, 64, "int8"), 33, OTHER, "bf16", measured).design == "wide"
         assert "no product of this kind was measured" in choose((64, 64, "int8"), 8, OTHER, "f16", measured).reason
+
+
+def test_rows_that_nothing_takes_at_once_are_as_few_launches_as_can_be(monkeypatch):
+    monkeypatch.setattr(gemm_dispatch.packed_gemm, "DESIGNS", {"ring": Design(2e-6, 32), "ranges": Design(2e-6, 4)})
+    assert choose((64, 64, "int8"), 4, OTHER, "accurate", {}).design == "ranges"
+    found = choose((64, 64, "int8"), 100, OTHER, "accurate", {})
+    assert (found.design, found.rows) == ("ring", 32)
+
+
+def test_what_is_for_some_shapes_only_is_taken_where_it_was_measured_or_nothing_else_can(fake, monkeypatch):
+    measured = {"an H200": {"int8": {"accurate": {"64 x 64": {4: "special", 64: "ring"}}}}}
+    assert choose((64, 64, "int8"), 4, H200, "accurate", measured).design == "special"
+    assert choose((64, 64, "int8"), 8, H200, "accurate", measured).design == "ring"
+    assert choose((64, 64, "int8"), 4, H200, "accurate", {}).design == "ring"
+    monkeypatch.setattr(gemm_dispatch.packed_gemm, "DESIGNS", {"special": LADDER["special"]})
+    assert choose((64, 64, "int8"), 4, H200, "accurate", {}).design == "special"
 
 
 def test_a_table_cannot_name_a_design_that_breaks_the_class(fake):

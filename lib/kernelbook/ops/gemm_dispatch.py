@@ -78,7 +78,8 @@ def choose(weights, m: int, backend: Backend, accuracy: str = "f16", measured: d
     measured: a table as `table` has it, which is the default.
     The shape measured that is nearest (by the ratios of N and of K) decides. A device that was not measured does as the
     first one that was. A design that cannot run here, for this shape or with so many rows, gives its place to the last
-    one of the ladder that can; where none takes so many rows, some at a time go to one that takes fewer.
+    one of the ladder that can, one that stands in for others before one that does not; where none takes so many rows,
+    some at a time go to the one that takes most.
     Raises ValueError for an unknown class, and where no design of the class can run, with every reason.
     """
     if accuracy not in ACCURACY:
@@ -86,14 +87,12 @@ def choose(weights, m: int, backend: Backend, accuracy: str = "f16", measured: d
     weight = Weight(*weights) if isinstance(weights, tuple) else Weight(weights.n, weights.k, weights.precision)
     first, reason = _measured(weight, m, backend, accuracy, table() if measured is None else measured)
     kept = {name: design for name, design in packed_gemm.DESIGNS.items() if design.bound <= ACCURACY[accuracy]}
-    order = [*kept][::-1]
-    if first in kept:
-        order.sort(key=lambda name: name != first)
+    order = sorted([*kept][::-1], key=lambda name: (name != first, not kept[name].stands_in))
     refusals = {name: kept[name].why_not(backend, weight, m) for name in order}
     taken = next((name for name in order if refusals[name] is None), None)
     if taken:
         return Choice(taken, reason + _instead(first, taken, refusals, accuracy), m)
-    for name in order:
+    for name in sorted(order, key=lambda name: -(kept[name].max_rows or 0)):
         rows = kept[name].max_rows
         if rows and rows < m and kept[name].why_not(backend, weight, rows) is None:
             return Choice(name, f"{reason}; {rows} rows at a time, since no design of the class takes {m}", rows)

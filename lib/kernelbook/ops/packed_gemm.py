@@ -80,6 +80,7 @@ class WideDesign:
     bound = BOUNDS["float32"]
     max_rows = MAX_ROWS
     overlaps = False
+    stands_in = True
     narrow = None
 
     def source(self, m: int) -> Source:
@@ -121,6 +122,7 @@ class _OnPanels:
 
     activations: str
     overlaps = True
+    stands_in = True
     narrow = None
 
     @property
@@ -437,6 +439,7 @@ class AheadDesign(_Planned):
     warps: int | None = None
     kernel = "ahead"
     max_rows = 8
+    stands_in = False  # every block reads all of x, which large weights have too many for
 
     def source(self, precision: str, form: AheadForm) -> Source:
         return Source("grouped_gemm/8_ahead.cu", _constants(precision, self.activations, form.rows) | {
@@ -524,7 +527,7 @@ DESIGNS = {design.name: design for design in (
     WideDesign(), *(kind(dtype) for kind in (PanelsDesign, RingDesign, RangesDesign, AheadDesign) for dtype in DTYPES))
     } | packed_wgmma.DESIGNS
 """Every design by its name; each has name, activations, bound, max_rows, overlaps, narrow, why_not, prepare and
-sources, as here."""
+sources, as here, and stands_in: whether it is a choice for every shape that it takes."""
 
 
 def sources() -> list[Source]:

@@ -244,6 +244,7 @@ class WgmmaDesign:
     forms: tuple[Form, ...] = FORMS
     max_rows = None
     overlaps = True
+    stands_in = True
 
     @property
     def narrow(self) -> str:
