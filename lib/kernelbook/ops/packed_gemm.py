@@ -446,9 +446,11 @@ class AheadDesign(_Planned):
             "WARPS": form.warps, "CHUNKS": form.chunks})
 
     def sources(self) -> list[Source]:
-        """The forms for K up to 2048, many panels and few, and for K up to 6144, for static evidence."""
-        return [self.source(precision, AheadForm(m, warps, chunks)) for precision in packing.CODE_BITS
-                for m in (1, 2, 4, 8) for warps, chunks in ((8, 2), (16, 1), (16, 3))]
+        """The forms for K up to 2048, many panels and few, and for K up to 6144, that Hopper has the memory for, for
+        static evidence."""
+        forms = [AheadForm(m, warps, chunks) for m in (1, 2, 4, 8) for warps, chunks in ((8, 2), (16, 1), (16, 3))]
+        return [self.source(precision, form) for precision in packing.CODE_BITS for form in forms
+                if self.shared(precision, form) <= SHARED["90a"] << 10]
 
     def plan(self, backend: Backend, weights, m: int) -> AheadPlan:
         """Raises ValueError for a K of which a warp has too many chunks, or a block not the memory for a panel."""
