@@ -188,7 +188,7 @@ def test_what_the_driver_is_told_of_an_overlapping_launch(monkeypatch):
                      ctypes.cast(parameters[2], ctypes.POINTER(ctypes.c_uint64))[0]))
         return 0
     monkeypatch.setattr(cuda, "_driver", {"cuLaunchKernelEx": launch}.__getitem__)
-    kernel_of("90a")((3, 2), (32, 4, 1), [StandIn(0x1234), np.int32(-5), None], 64, overlap=True)
+    kernel_of("90a", attributes=[])((3, 2), (32, 4, 1), [StandIn(0x1234), np.int32(-5), None], 64, overlap=True)
     assert told == [([3, 2, 1], [32, 4, 1], 64, 0x55, 0x77, [6], 1, 0x1234, -5, 0)]
     # as cuda.h lays them out
     assert (ctypes.sizeof(cuda._LaunchAttribute), ctypes.sizeof(cuda._LaunchConfig)) == (72, 56)
@@ -207,9 +207,9 @@ def test_shared_memory_is_made_room_for_once(monkeypatch):
     attributes = []
     monkeypatch.setattr(cuda, "_driver", lambda name: lambda *of: 0)
     kernel = kernel_of("90a", attributes=attributes)
-    for shared in (48 << 10, 100 << 10, 100 << 10):
+    for shared in (0, 48 << 10, 100 << 10, 100 << 10):
         kernel((1,), (32,), [], shared, overlap=True)
-    assert attributes == [(0x77, 8, 100 << 10), (0x77, 9, 100)]  # at most so much a block; all of it to shared memory
+    assert attributes == [(0x77, 9, 100), (0x77, 8, 100 << 10)]  # all of it to shared memory; at most so much a block
 
 
 def test_what_one_launch_needs_is_not_taken_from_another(monkeypatch):

@@ -48,8 +48,8 @@ READ_MEANWHILE = 64 << 10  # bytes that a multiprocessor reads while blocks add 
 SLICES_END = 30    # What it takes a block of kernel 7 to add up slices, and to leave the sums of a panel of its slice:
 SLICES_PANEL = 11  # as long as that many pieces of x, of 128 columns of a row, at 16 ns each on the H200.
 
-MOST_AHEAD = 3  # chunks of a warp of kernel 8
-KEPT = 1 << 10  # bytes of shared memory that a multiprocessor keeps for each block
+WARPS_AHEAD = 16  # of kernel 8, as compiled into 8_ahead.cu, and chunks that each of them has at most: K up to 2048,
+CHUNKS_AHEAD = 1, 3  # and up to 6144
 
 SHARED = {"80": 163, "86": 99, "87": 163, "89": 99, "90a": 227, "100": 227, "103": 227, "120": 99, "121": 99}
 """KiB of shared memory that a block may have, by compute capability."""
@@ -410,81 +410,51 @@ class RangesDesign(_Planned):
 # ---------------------------------------------------------------- 8: ahead of x
 
 @dataclass(frozen=True)
-class AheadForm:
-    """How kernel 8 is compiled, but for codes and activations.
-
-    rows: of x. warps: of a block, which have its panel. chunks: that a warp has at most.
-    """
-
-    rows: int
-    warps: int
-    chunks: int
-
-
-@dataclass(frozen=True)
-class AheadPlan:
-    """blocks: of the launch. late: the next one begins when this one has asked for x; else as early as there is room, a
-    multiprocessor having it for 32 warps. shared: bytes of a block."""
-
-    form: AheadForm
-    blocks: int
-    late: bool
-    shared: int
-
-
-@dataclass(frozen=True)
 class AheadDesign(_Planned):
-    """Kernel 8. activations: what x is on the device. warps: of a block; None chooses by shape."""
+    """Kernel 8. activations: what x is on the device."""
 
-    warps: int | None = None
     kernel = "ahead"
     max_rows = 8
     stands_in = False  # every block reads all of x, which large weights have too many for
 
-    def source(self, precision: str, form: AheadForm) -> Source:
-        return Source("grouped_gemm/8_ahead.cu", _constants(precision, self.activations, form.rows) | {
-            "WARPS": form.warps, "CHUNKS": form.chunks})
+    def source(self, precision: str, m: int, chunks: int) -> Source:
+        """chunks: that a warp has at most."""
+        constants = _constants(precision, self.activations, _power(m))
+        return Source("grouped_gemm/8_ahead.cu", constants | {"CHUNKS": chunks})
 
     def sources(self) -> list[Source]:
-        """The forms for K up to 2048, many panels and few, and for K up to 6144, that Hopper has the memory for, for
-        static evidence."""
-        forms = [AheadForm(m, warps, chunks) for m in (1, 2, 4, 8) for warps, chunks in ((8, 2), (16, 1), (16, 3))]
-        return [self.source(precision, form) for precision in packing.CODE_BITS for form in forms
-                if self.shared(precision, form) <= SHARED["90a"] << 10]
+        """Every form that Hopper has the memory for, for static evidence."""
+        return [self.source(precision, m, chunks) for precision in packing.CODE_BITS for m in (1, 2, 4, 8)
+                for chunks in CHUNKS_AHEAD if self.shared(precision, m, chunks) <= SHARED["90a"] << 10]
 
-    def plan(self, backend: Backend, weights, m: int) -> AheadPlan:
-        """Raises ValueError for a K of which a warp has too many chunks, or a block not the memory for a panel."""
-        panels, chunks = math.ceil(weights.n / packing.ROWS), math.ceil(weights.k / packing.COLUMNS)
-        rows, multiprocessors = _power(m), backend.multiprocessors
-        warps = self.warps or (8 if panels > multiprocessors and chunks <= 16 else 16)
-        form = AheadForm(rows, warps, math.ceil(chunks / warps))
-        shared, limit = self.shared(weights.precision, form), shared_limit(backend)
-        if form.chunks > MOST_AHEAD:
-            raise ValueError(f"K = {weights.k} is {form.chunks} chunks a warp; it takes at most {MOST_AHEAD}, K up to "
-                             f"{MOST_AHEAD * warps * packing.COLUMNS}")
+    def plan(self, backend: Backend, weights, m: int) -> int:
+        """Chunks of a warp that the kernel is compiled for. Raises ValueError for a K that it has no form for, and
+        where a block has not the memory for a panel and x."""
+        chunks = math.ceil(weights.k / (packing.COLUMNS * WARPS_AHEAD))
+        form = next((most for most in CHUNKS_AHEAD if chunks <= most), None)
+        if form is None:
+            raise ValueError(f"it takes K up to {CHUNKS_AHEAD[-1] * WARPS_AHEAD * packing.COLUMNS}, not {weights.k}")
+        shared, limit = self.shared(weights.precision, m, form), shared_limit(backend)
         if shared > limit:
             raise ValueError(f"a panel of K = {weights.k}, and x of {m} rows, take {shared} bytes of shared memory; a "
                              f"block has {limit}")
-        if panels <= multiprocessors:
-            return AheadPlan(form, panels, True, shared)
-        part = (limit + KEPT) * warps // 32 - KEPT
-        return AheadPlan(form, _aligned(panels, multiprocessors), False, max(shared, part))
+        return form
 
-    def shared(self, precision: str, form: AheadForm) -> int:
+    def shared(self, precision: str, m: int, chunks: int) -> int:
         """Bytes of dynamic shared memory, as struct Shared of 8_ahead.cu has them."""
-        chunks = form.warps * form.chunks
-        pitch = packing.ROWS * form.rows + 32 // form.warps
-        return (_aligned(chunks * packing.CHUNK_BYTES[precision] + 8 * form.warps, 16)
-                + chunks * _slice_bytes(self.activations, form.rows) + _aligned(4 * form.warps * pitch, 16))
+        rows, of_block = _power(m), WARPS_AHEAD * chunks
+        return (_aligned(of_block * packing.CHUNK_BYTES[precision] + 8 * WARPS_AHEAD, 16)
+                + of_block * _slice_bytes(self.activations, rows) + 4 * WARPS_AHEAD * (packing.ROWS * rows + 2))
 
     def prepare(self, backend: Backend, weights, data, x, out, overlap=False) -> Callable:
         """A call of no arguments that launches the product and returns `out`; all is checked. data: the panels."""
-        plan = self.plan(backend, weights, len(x))
-        kernel = backend.compile(self.source(weights.precision, plan.form)).kernel("grouped_gemm_ahead")
-        args = [data, x, out, *map(np.int32, (len(x), weights.n, weights.k, plan.late))]
+        m, chunks = len(x), self.plan(backend, weights, len(x))
+        kernel = backend.compile(self.source(weights.precision, m, chunks)).kernel("grouped_gemm_ahead")
+        grid, shared = (math.ceil(weights.n / packing.ROWS), 1, 1), self.shared(weights.precision, m, chunks)
+        args = [data, x, out, *map(np.int32, (m, weights.n, weights.k))]
 
         def launch():
-            kernel((plan.blocks, 1, 1), (32, plan.form.warps, 1), args, plan.shared, overlap)
+            kernel(grid, (32, WARPS_AHEAD, 1), args, shared, overlap)
             return out
         return launch
 
