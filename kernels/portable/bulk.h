@@ -16,6 +16,9 @@ struct PhaseBarrier {
   __device__ __forceinline__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
+  __device__ __forceinline__ void arrive(int times) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(times) : "memory");
+  }
   __device__ __forceinline__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
   }

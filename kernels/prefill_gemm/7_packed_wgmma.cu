@@ -98,6 +98,11 @@ static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TIL
 // take the phase before for its own.
 static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0 && !kMany);
 static_assert(X_STAGES % SLICES == 0 && W_STAGES % SLICES == 0);
+// Where a stage of x has a chunk's columns, a thread stands at the same stage of x and of w. With codes of 4 bits both come
+// and go together, too: one barrier to wait for and one to arrive at. Of 8 bits a stage of w is better let go of at once, when
+// it is in registers, since what comes next is longer on its way; of few stages any.
+constexpr bool kInStep = X_BOXES == 2, kTogether = kInStep && CODE_BITS == 4 && X_STAGES > 3 * SLICES;
+static_assert(!kInStep || X_STAGES == W_STAGES);
 // Outputs of 16 bits of more tokens still are stored by copies.
 constexpr bool kStoredByCopy = kTokens > 128 && NARROW_OUT;
 static_assert(!kStoredByCopy || BANDS * X_BOXES == 1 && X_STAGES >= GROUPS, "a warpgroup's sums in 16 bits have the size of a stage of x");
@@ -115,7 +120,9 @@ struct Block {
   alignas(1024) uint16_t x[X_STAGES][X_BOXES][TILE_TOKENS][kStep];
   alignas(128) uint8_t w[W_STAGES][kPanels][kChunkBytes];
   float4 given[SLICES > 1 ? kWarps * kOwn / 4 * 32 : 1];  // by each slice to the other
-  PhaseBarrier x_full[X_STAGES], x_empty[X_STAGES], w_full[W_STAGES], w_empty[W_STAGES];
+  PhaseBarrier x_full[X_STAGES], x_empty[X_STAGES], own_w_full[W_STAGES], own_w_empty[W_STAGES];
+  __device__ __forceinline__ PhaseBarrier &w_full(int stage) { return kTogether ? x_full[stage] : own_w_full[stage]; }
+  __device__ __forceinline__ PhaseBarrier &w_empty(int stage) { return kTogether ? x_empty[stage] : own_w_empty[stage]; }
 };
 static_assert(sizeof(Block) + 1024 <= (ROOM ? 113 : 227) << 10, "of 228 KB a block has 1 KB, and 1 KB aligns it");
 
@@ -302,9 +309,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kThreads, kBlocks)
 packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x, Out *__restrict__ out, float4 *sums_left,
              int *there, int M, int N, int K, int whole, int evenly, int tail, const __grid_constant__ TensorMap out_boxes) {
   GPU_DYNAMIC_SHARED(char, unaligned);
-  const unsigned misaligned = __cvta_generic_to_shared(unaligned) % 1024;
-  Block &block = *reinterpret_cast<Block *>(unaligned + (1024 - misaligned) % 1024);
-  // The first kWarps multiply. Handed around, a warp's number is not read from the special register over and over.
+  // Handed around, an address is not made once more wherever it is needed.
+  const unsigned aligned = __shfl_sync(GPU_FULL_MASK, (shared_address(unaligned) + 1023) / 1024 * 1024, 0);
+  Block &block = *reinterpret_cast<Block *>(__cvta_shared_to_generic(aligned));
+  // The first kWarps multiply. Nor is a warp's number read from the special register over and over.
   const unsigned lane = threadIdx.x, warp = __shfl_sync(GPU_FULL_MASK, threadIdx.y, 0);
   const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
   const int token_tiles = (M + TILE_TOKENS - 1) / TILE_TOKENS, row_tiles = (N + CLUSTER * kRows - 1) / (CLUSTER * kRows);
@@ -327,10 +335,10 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     if (has_boxes) prefetch_map(out_boxes);
   }
   if (warp == 0 && lane == 0) {
-    for (PhaseBarrier &barrier : block.x_full) barrier.init(1);
-    for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps / SLICES * CLUSTER);  // the other block's warps, too
-    for (PhaseBarrier &barrier : block.w_full) barrier.init(kPanels);  // whose lanes count what each asks for
-    for (PhaseBarrier &barrier : block.w_empty) barrier.init(32 * kWarps / SLICES);
+    for (PhaseBarrier &barrier : block.x_full) barrier.init(kTogether ? 1 + kPanels : 1);
+    for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps / SLICES * CLUSTER);  // the other block's, too
+    for (PhaseBarrier &barrier : block.own_w_full) barrier.init(kPanels);  // whose lanes count what each asks for
+    for (PhaseBarrier &barrier : block.own_w_empty) barrier.init(32 * kWarps / SLICES);
     publish_barriers();
   }
   if constexpr (CLUSTER > 1) cluster_barrier();
@@ -379,6 +387,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
             for (int i = 0; i < givers * kSumStages; ++i)
               bring(kStageBytes, [&](auto &stage, PhaseBarrier &full) {
                 const float4 *left = handover.sums_of(giver + i / kSumStages, rank * kWarps + i % kSumStages * kWarpsOfStage, 0);
+                if constexpr (kTogether) full.arrive(kPanels);  // no weights come with them
                 copy_bulk(stage, left, kStageBytes, full, cache_policy(false));
               });
           }
@@ -399,8 +408,8 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         const uint8_t *from = w + ((size_t)(first + mine) * chunks + work.first) * kChunkBytes;
 #pragma unroll 1
         for (int chunk = work.first; chunk < work.end; ++chunk) {
-          PhaseBarrier &full = block.w_full[w_turn.stage];
-          block.w_empty[w_turn.stage].wait(w_turn.parity ^ 1);
+          PhaseBarrier &full = block.w_full(w_turn.stage);
+          block.w_empty(w_turn.stage).wait(w_turn.parity ^ 1);
           if (mine < count) {
             arrive_expecting(full, kChunkBytes);
             copy_bulk(block.w[w_turn.stage][mine], from, kChunkBytes, full, policy);
@@ -429,6 +438,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     Ranges range = own_range();
     Turn<X_STAGES, SLICES> x_turn{slice};
     Turn<W_STAGES, SLICES> w_turn{slice};
+    const uint32_t first_x = wgmma_address(block.x[0]);
     int next = slice;  // chunk of the slice, of a range's part of a tile
     bool half = false;  // of the turn that ranges arrive in
     bool is_owed = false;  // sums that were left, to be given
@@ -447,8 +457,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       for (; at < count; at += SLICES) {
         if (kMany && at == kLater) give();
         wgmma_begin();  // by all lanes: so the compiler keeps addresses, the same for all, in registers of a warp
-        block.w_full[w_turn.stage].wait(w_turn.parity);
-        const uint8_t *panel = block.w[w_turn.stage][first_panel];
+        const int w_stage = kInStep ? x_turn.stage : w_turn.stage;
+        block.w_full(w_stage).wait(kInStep ? x_turn.parity : w_turn.parity);
+        const uint8_t *panel = block.w[w_stage][first_panel];
         uint32_t scales[BANDS][4], codes[BANDS][4];
         unrolled<BANDS>([&](auto b) {
           read_run<16>(scales[b.value], panel + b.value * 4 * kChunkBytes + kCodeBytes + lane / 4 * 16);
@@ -473,8 +484,8 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
             });
           });
           if constexpr (begins) {
-            block.x_full[x_turn.stage].wait(x_turn.parity);
-            x_address = wgmma_address(block.x[x_turn.stage]);
+            if constexpr (!kTogether) block.x_full[x_turn.stage].wait(x_turn.parity);
+            x_address = first_x + x_turn.stage * (kStageBytes / 16);
           }
           wgmma_begin();
           unrolled<2 * kAhead>([&](auto s) {
@@ -484,7 +495,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
           });
           wgmma_commit();
           if constexpr (first_group + kAhead == 4) {  // the stage is in registers
-            block.w_empty[w_turn.stage].arrive();
+            if constexpr (!kTogether) block.w_empty(w_stage).arrive();
             w_turn.next();
           }
           wgmma_wait<1>();  // the products before these are done

@@ -24,7 +24,7 @@ SHARED, HALF_SHARED = 227 << 10, 113 << 10  # bytes of shared memory that a bloc
 ALIGN = 1024  # of stages of x
 MANY = 128  # tokens of a warp's sums that copies bring from others; of more, copies store outputs of 16 bits
 WIDE = 128  # tokens of a stage of x that has a chunk's columns
-MOST_COLUMNS_AHEAD = 2048  # of x that are copied ahead: more hide nothing
+MOST_AHEAD = 16  # chunks that are copied ahead: more hide nothing
 APART = 32  # of counters, kApart of handover.h
 INT32_MAX = 2**31 - 1
 
@@ -74,16 +74,16 @@ class Form:
         return 2 * STEP * self.boxes * self.tokens, self.rows // ROWS * CHUNK_BYTES[precision]
 
     def stages(self, precision: str) -> tuple[int, int]:
-        """Stages of x and of w that shared memory holds, for about as many columns of either."""
+        """Stages of x and of w that shared memory holds: as many where each has a chunk, else for about as many columns."""
         x, w = self.stage_bytes(precision)
         free = HALF_SHARED if self.room else SHARED
         free -= self.given_bytes + ALIGN + 2 * ALIGN  # to align it all, barriers
+        if self.boxes == COLUMNS // STEP:
+            both = min(free // (x + w), MOST_AHEAD) // self.slices * self.slices
+            return both, both
         of_x = COLUMNS // STEP // self.boxes  # stages of x for one of w
-        less = of_x if self.room else 1  # x, which L2 has, comes sooner than w
-        most = MOST_COLUMNS_AHEAD // STEP // self.boxes
-        of_w = next(count for count in range(free // w, 0, -1)
-                    if count % self.slices == 0 and count * w + min(of_x * count - less, most) * x <= free)
-        return min((free - of_w * w) // x, of_x * of_w + 2, most) // self.slices * self.slices, of_w
+        of_w = next(count for count in range(free // w, 0, -1) if count * w + (of_x * count - 1) * x <= free)
+        return min((free - of_w * w) // x, of_x * of_w + 2), of_w
 
     @property
     def given_bytes(self) -> int:
