@@ -61,7 +61,7 @@
 //
 //   CODE_BITS    8 or 4
 //   BF16         1: x is bf16, 0: f16
-//   GROUPS       warpgroups of a block that multiply: 2 to 4
+//   GROUPS       warpgroups of a block that multiply: 2 or 3
 //   BANDS        of 64 rows of w, that each of them has
 //   SLICES       2: both warpgroups have the same rows, and take chunks in turns; 1: each has its own
 //   TILE_TOKENS  rows of x in a tile of the product: 8, 16, 32, 64, 96, 128, 176 or 256
@@ -93,7 +93,7 @@ constexpr int kLater = 2;                      // chunks after sums were left, w
 constexpr int kWarpsOfStage = 2 * X_BOXES / BANDS;  // whose sums have the size of a stage of x
 constexpr int kSumStages = kWarps / kWarpsOfStage;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
-static_assert(GROUPS >= 2 && GROUPS <= 4 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
+static_assert(GROUPS >= 2 && GROUPS <= 3 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 // A stage holds one chunk, and always one of the same slice: parities repeat, and a warp that skips a turn of a stage could
 // take the phase before for its own.
 static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0 && !kMany);

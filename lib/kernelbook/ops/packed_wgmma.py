@@ -74,7 +74,7 @@ class Form:
         return 2 * STEP * self.boxes * self.tokens, self.rows // ROWS * CHUNK_BYTES[precision]
 
     def stages(self, precision: str) -> tuple[int, int]:
-        """Stages of x and of w that shared memory holds: as many where each has a chunk, else for about as many columns."""
+        """Of x and of w in shared memory: as many where each has a chunk, else for about as many columns."""
         x, w = self.stage_bytes(precision)
         free = HALF_SHARED if self.room else SHARED
         free -= self.given_bytes + ALIGN + 2 * ALIGN  # to align it all, barriers
@@ -103,9 +103,11 @@ class Form:
             "CLUSTER": self.cluster, "ROOM": self.room, "SLICES": self.slices, "NARROW_OUT": narrow})
 
 
-FORMS = (Form(8, 4), Form(16, 4), Form(32, 4), Form(64, 2, cluster=2), Form(64, 3, cluster=2), Form(96, 2, cluster=2),
-         Form(128, 2, cluster=2), Form(128, 3, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2),
-         Form(8, 2, bands=2, room=True), Form(16, 2, bands=2, room=True), Form(32, 2, bands=2, room=True),
+FEW = (8, 16, 32)  # tokens
+FORMS = (*(Form(tokens, groups) for groups in (2, 3) for tokens in FEW),
+         *(Form(tokens, 2, bands, room=True) for bands in (1, 2) for tokens in FEW),
+         Form(64, 2, cluster=2), Form(64, 3, cluster=2), Form(96, 2, cluster=2), Form(128, 2, cluster=2),
+         Form(128, 3, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2),
          Form(64, 2, cluster=2, slices=2), Form(128, 2, cluster=2, slices=2))
 
 
@@ -161,20 +163,20 @@ class Plan:
         return 4 * self.form.groups * self.form.cluster * (APART if self.evenly else self.ranges)
 
 
-# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,000 launches
+# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 800 launches
 # that overlap; those that do not take some 2 us more whatever the plan.
-OF_A_LAUNCH, ROOM_SAVES = 1850, 1150  # to begin and to end; where blocks of the next launch have room meanwhile
-OF_A_CLOCK = 0.45  # of the tensor cores
-TOKENS_MORE = 70  # that a product takes: to make its weights, and to wait for what it needs
-OF_A_CHUNK, OF_A_ROW = 210, 1.9  # at least: what waits for what, and instructions, of a chunk and of a row of it
-OF_A_SLICE = 70  # more of a chunk, where warpgroups take them in turns
-L2_BYTES, MEMORY_BYTES = 7250, 4150  # asked for by all
-FILL_BYTES = 460  # of boxes of x that are partly outside of it, to one multiprocessor
+OF_A_LAUNCH, ROOM_SAVES = 1590, 1110  # to begin and to end; where the next one has room meanwhile, at most
+OF_A_CLOCK = 0.425  # of the tensor cores
+TOKENS_MORE = 82  # that a product takes: to make its weights, and to wait for what it needs
+OF_A_CHUNK, OF_A_ROW = 221, 1.58  # at least: what waits for what, and instructions, of a chunk and of a row of it
+OF_A_SLICE = 113  # more of a chunk, where warpgroups take them in turns
+L2_BYTES, MEMORY_BYTES = 7180, 4870  # asked for by all
+FILL_BYTES = 537  # of boxes of x that are partly outside of it, to one multiprocessor
 POWER = 815_000 / 2  # products, of all, while power lets them be
-SUMS_BYTES = 106  # sums left or written
-OF_A_GIFT, UNALIGNED = 1200, 1000  # sums that are left; more where ranges begin and end within tiles
-OF_A_GIVER = 75  # each time that some are taken
-OF_A_MEETING = 2600  # of all ranges, and to begin to add up
+SUMS_BYTES = 121  # sums left or written
+OF_A_GIFT, UNALIGNED = 1360, 990  # sums that are left; more where ranges begin and end within tiles
+OF_A_GIVER = 74  # each time that some are taken
+OF_A_MEETING = 2660  # of all ranges, and to begin to add up
 TAIL = 2  # steps at the end of a tile of many tokens that are not cut, where ranges are shorter than tiles
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
@@ -186,6 +188,8 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
         tiles = math.ceil(m / form.tokens) * math.ceil(n / (form.rows * form.cluster))
         most = multiprocessors // form.cluster
         if not most or form.room and m > form.tokens:  # which reads the weights again
+            continue
+        if form.tokens >= 2 * max(m, FEW[0]):  # a tile of half as many has them all
             continue
         if form.room:  # a multiprocessor without a block gets two of the next launch, while others have none
             counts = {min(most, tiles * steps)}
@@ -227,7 +231,8 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     written = (plan.whole if plan.evenly else math.ceil(plan.tiles / plan.ranges)) * sums
     products = plan.tiles * plan.steps * COLUMNS * form.rows * form.cluster * form.tokens
     multiplied = max(plan.steps_of_range * step, read / MEMORY_BYTES, products / POWER)
-    return OF_A_LAUNCH - form.room * ROOM_SAVES + multiplied + given + written
+    saved = min(ROOM_SAVES, read / MEMORY_BYTES) if form.room else 0  # weights can be there, no more
+    return OF_A_LAUNCH - saved + multiplied + given + written
 
 
 # ---------------------------------------------------------------- the designs
