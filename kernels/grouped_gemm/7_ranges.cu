@@ -28,8 +28,10 @@
 // with bank conflicts and divisions 41 ns for each KB of it. With slices all blocks meet once more: they pay from 2 rows of
 // 17408 on. And x waits behind all weights that are asked for before it: with one of a warp's two slots before, and the other
 // behind the first loads of x, W4 takes 3 to 5% less time, W8 1 to 3%.
-// Tried in vain: more slots or warps; 11 warps of 72 registers, so that two blocks run on a multiprocessor (18.4 us for W4); 8
-// rows, which fit with f16 or slices (no faster than kernel 6).
+// Tried in vain: more slots or warps; 11 warps of 72 registers, so that two blocks run on a multiprocessor (18.4 us for W4),
+// or 16 of 48, wherever the next launch is let begin (10240 x 5120, W4 10.5 to 11.0 us and more; f16, which needs fewer, 10.0
+// to 9.9, and 5120 x 6144 8.5 to 7.9, where kernel 5 is faster still); 8 rows, which fit with f16 or slices (no faster than
+// kernel 6).
 //
 //   WARPS    that multiply
 //   CHUNKS   that a warp asks for at a time

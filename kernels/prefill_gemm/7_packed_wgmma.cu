@@ -30,10 +30,12 @@
 // the next launch: 2 us less of them. Sliced K, 2048 x 2048, M = 256: 6.5 us where two tiles side by side took 8.4.
 //
 // Outcome (H200, cold, median, launches that overlap, out of 16 bits; W8 / W4, beside cuBLAS on bf16 weights in the same run):
-// M = 512, bf16, 17408 x 5120 122 / 117 us (750 and 782 TFLOP/s; 757), 5120 x 17408 122 / 116 (747, 784; 747), 12288 x 5120
-// 88 / 85 (731, 755; 741), 10240 x 5120 76 / 75 (703, 720; 753), 5120 x 6144 46 / 45 (696, 714; 712), 6144 x 2048 20.7 / 20.3
-// (624, 636; 664), 2048 x 2048 9.6 / 9.0 (446, 479; 441). M = 256, f16, 2048 x 2048 7.1 / 6.6 us (cuBLAS 6.8); M = 64 5.4 / 5.3
-// (6.2). M = 16, f16 25.8 / 18.4 us on 17408 x 5120, 27.6 / 18.3 on 5120 x 17408, 3.7 and 2.7 TB/s; alone 3 to 8 us more.
+// M = 512, bf16, 17408 x 5120 122 / 120 us (747 and 761 TFLOP/s; 761), 5120 x 17408 122 / 118 (749, 775; 748), 12288 x 5120 89
+// / 85 (721, 755; 733), 10240 x 5120 78 / 76 (686, 709; 738), 5120 x 6144 46 / 46 (697, 705; 716), 6144 x 2048 20.4 / 20.0
+// (630, 643; 657), 2048 x 2048 9.5 / 9.0 (450, 479; 469). M = 256, f16, 2048 x 2048 7.1 / 6.7 us (cuBLAS 6.7), but 6144 x 2048
+// 14.2 / 13.4 (11.5): 96 blocks have a tile, and cut into 132 they would gain less than handing over costs. M = 16, f16 24.9 /
+// 17.9 us on 17408 x 5120, 25.4 / 17.7 on 5120 x 17408, 3.8 and 2.9 TB/s; M = 32 25.7 / 20.0 and 25.4 / 20.5; alone 3 to 5 us
+// more.
 // Taught: of 10240 x 5120, M = 512, reading others' sums took 2.1 us, leaving one's own 0.9, storing 2.9, and of 5120 x 17408
 // 4.1, 1.1 and 1.8. Sums that come as stages do: 0.5 to 1.0% less time with int4, 0.9 to 2.3% with int8, but more with 64
 // tokens. Outputs that leave as boxes: 0.4 to 1.4% from 176 tokens on, nothing with 128. Adding up evenly: int4, M = 16, 5120 x
@@ -46,11 +48,17 @@
 // are 5 to 10% of the time with 64 and 128 tokens. Handing over took 2.6 of 11.6 us of 2048 x 2048, M = 512: two steps of a
 // tile that are not cut give 2 to 8% with 128 tokens and more; sliced K, which there hands nothing over, 10 to 35%. Boxes of
 // x without a row of it take longer than others (6144 x 2048, M = 32, tiles of 64: 11.0 us, 6.4 since they are not asked for).
-// Counters, of tiles of 128 x 128 alone (6144 x 8192, M = 256, bf16, W8): the tensor pipe is active for 80% of a block's time,
-// and yet lanes wait for it in 4% of theirs. A warp takes 1,280 clocks for the 211 instructions of a chunk, where its products
-// and its neighbour's take 1,024: results of the one before (23%), registers whose ports products use (17%), shared memory
-// (12%). So instructions bound it, not copies. Tiles of 256 tokens, which make as many weights for twice the products, take 5%
-// more than their products do.
+// Of few tokens, tiles of 256 rows by four warpgroups lost everywhere to tiles of 192 or of 128 rows, which cut K less: with
+// room for the next launch, or without, M = 32 takes 5 to 27% less time with W8 (script; 17408 x 5120 27.2 to 25.6 us, 2048 x
+// 6144 10.6 to 7.6), M = 16 up to 17%. W4 keeps 256 rows, two bands a warp, for 8 and 16 tokens of large weights. Stages that
+// a thread counts once for x and w, and an address that is not made again for each, are 19 of 217 instructions: 1 to 3% of the
+// time with 128 tokens. One barrier for both takes 1 to 4% off W4, and nothing off W8, whose stages are wanted back sooner:
+// 18% more where a slice has two of them.
+// Counters, before that, of tiles of 128 x 128 alone (6144 x 8192, M = 256, bf16, W8): the tensor pipe is active for 80% of a
+// block's time, and yet lanes wait for it in 4% of theirs. A warp takes 1,280 clocks for the 211 instructions of a chunk,
+// where its products and its neighbour's take 1,024: results of the one before (23%), registers whose ports products use
+// (17%), shared memory (12%). So instructions bound it, not copies. Tiles of 256 tokens, which make as many weights for twice
+// the products, take 5% more than their products do.
 // Tried in vain: codes read a turn ahead, and their stage waited for a chunk ahead (1 to 3% less of 128 tokens, as much more of
 // 176 and where there are few stages, up to 10% where warpgroups share rows), scales of bf16 without their factor of 128, which
 // sums get at the end (nothing), two blocks on a multiprocessor that both multiply (8% slower), sums in float to out (3 us more
