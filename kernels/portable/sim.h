@@ -1,13 +1,13 @@
 // The device language on the CPU: CUDA's names on top of the simulator's few primitives.
 #pragma once
 #include "sim_runtime.h"
-#include <algorithm>
-#include <atomic>
+// No <algorithm> or <atomic>: each of many builds would take half a second longer.
 #include <bit>
 #include <climits>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -174,7 +174,7 @@ template <class T> T __ldg(const T *p) { return *p; }
 template <class T> T __ldcs(const T *p) { return *p; }
 inline uint4 load_once(const void *p) { return *static_cast<const uint4 *>(p); }
 template <class T> void __stcs(T *p, T value) { *p = value; }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline void copy_async(void *shared, const void *global, bool is_there) {
   const uint4 zero = {};
@@ -184,12 +184,19 @@ inline void copy_commit() {}
 template <int groups> void copy_wait() {}
 
 template <class T> T atomicAdd(T *p, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*p).fetch_add(value, std::memory_order_relaxed);
+  if constexpr (std::is_integral_v<T>) {
+    return __atomic_fetch_add(p, value, __ATOMIC_RELAXED);
+  } else {
+    T seen = *p, sum;
+    do sum = seen + value;
+    while (!__atomic_compare_exchange(p, &seen, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return seen;
+  }
 }
 template <class T> T atomicMax(T *p, std::type_identity_t<T> value) {
   static_assert(std::is_integral_v<T>, "atomicMax takes integers");
   T seen = *p;
-  while (seen < value && !std::atomic_ref<T>(*p).compare_exchange_weak(seen, value, std::memory_order_relaxed)) {}
+  while (seen < value && !__atomic_compare_exchange(p, &seen, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return seen;
 }
 
@@ -217,7 +224,7 @@ template <class T> T shuffle(const char *name, uint64_t mask, T value, int sourc
       const bool exists = to->source >= 0 && to->source < widest_wave;
       auto *from = exists ? static_cast<Operands *>(lanes[to->source]) : nullptr;
       if (from) to->result = from->value;
-      else std::fill_n(reinterpret_cast<unsigned char *>(&to->result), sizeof(T), 0xFF);
+      else std::memset(&to->result, 0xFF, sizeof(T));
     }
   }, &mine, mask, place);
   return mine.result;
@@ -312,9 +319,9 @@ void multiply(TD *d, const Register *a, const Register *b, Place place) {
   if (here.wave_mask != ~uint64_t(0) >> (64 - instruction.lanes))
     fault(place, "%s takes all %d lanes, but the block ends within the wave", instruction.name, instruction.lanes);
 
-  std::copy_n(reinterpret_cast<const TA *>(a), instruction.A.elements, mine.a);
-  std::copy_n(reinterpret_cast<const TB *>(b), instruction.B.elements, mine.b);
-  std::copy_n(d, instruction.D.elements, mine.d);
+  std::memcpy(mine.a, a, sizeof mine.a);
+  std::memcpy(mine.b, b, sizeof mine.b);
+  std::memcpy(mine.d, d, sizeof mine.d);
   collective(instruction.name, [](void *const *lanes) __attribute__((no_sanitize("undefined"))) {
     Number A[M * K], B[K * N], product[M * N] = {};
     for (int lane = 0; lane < instruction.lanes; ++lane) {
@@ -335,17 +342,20 @@ void multiply(TD *d, const Register *a, const Register *b, Place place) {
     }
   }, &mine, GPU_FULL_MASK, place);
   if (mine.overflow) fault(place, "%s: an accumulator does not fit into int", instruction.name);
-  std::copy_n(mine.d, instruction.D.elements, d);
+  std::memcpy(d, mine.d, sizeof mine.d);
 }
 
 }  // namespace sim
 
+// Templates, so that only those which a kernel calls take time to compile.
 #define SIM_MATRIX(name, TA, TB, TD, Register)                                                                  \
-  inline void name(TD *d, const Register *a, const Register *b, sim::Place place = sim::Place::current()) {     \
+  template <int = 0>                                                                                            \
+  void name(TD *d, const Register *a, const Register *b, sim::Place place = sim::Place::current()) {            \
     sim::multiply<fragments::name, TA, TB, TD>(d, a, b, place);                                                 \
   }
 #define SIM_MATRIX_64(name, T, TD)                                                                              \
-  inline void name(TD *d, uint64_t a, uint64_t b, sim::Place place = sim::Place::current()) {                   \
+  template <int = 0>                                                                                            \
+  void name(TD *d, uint64_t a, uint64_t b, sim::Place place = sim::Place::current()) {                          \
     sim::multiply<fragments::name, T, T, TD>(d, &a, &b, place);                                                 \
   }
 SIM_MATRIX(mma_m16n8k32_s8, int8_t, int8_t, int, uint32_t)
