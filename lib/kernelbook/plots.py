@@ -21,6 +21,7 @@ _INK = "#010203"  # stands for the page's text colour until the SVG is written
 _COLOURS = ("#2a78b8", "#d9822b", "#3a9a5b", "#b5499a", "#8a6d3b", "#7a7f87")
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "kernelbook", "font.family": "sans-serif", "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # every text of an SVG names them all
     "axes.titlesize": 9.5, "axes.titleweight": "bold", "legend.frameon": False,
     "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
     "axes.spines.top": False, "axes.spines.right": False,
@@ -45,6 +46,12 @@ class Figure:
                 f'</div><figcaption style="font-size: .85em; opacity: .8">{escape(self.alt)}</figcaption></figure>')
 
 
+def _compact(svg: str) -> str:
+    """Without indentation, and with places to hundredths of a point."""
+    svg = re.sub(r"\n +", "\n", svg)
+    return re.sub(r' (?:d|x|y)="[^"]*"', lambda places: re.sub(r"(\.\d\d)\d+", r"\1", places[0]), svg)
+
+
 def _figure(draw, alt: str, columns: int = 1, rows: int = 1, width: float = 7.6, height: float = 3.0,
             **options) -> Figure:
     """Run `draw(axes)` on a grid of axes in the common style."""
@@ -54,7 +61,7 @@ def _figure(draw, alt: str, columns: int = 1, rows: int = 1, width: float = 7.6,
         buffer = io.StringIO()
         canvas.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg"):].replace(_INK, "currentColor")
+    svg = _compact(svg[svg.index("<svg"):]).replace(_INK, "currentColor")
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"',
                  rf'\1 style="width: {width * 96:.0f}px; max-width: 100%; height: auto"', svg, count=1)
     return Figure(svg, alt)
