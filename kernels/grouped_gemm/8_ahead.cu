@@ -15,7 +15,7 @@
 // and multiplies no more than a chunk of each.
 // Outcome (H200, cold, median, launches that overlap; W8 / W4): M = 1 2048 x 2048 2.8 / 2.5 us, where kernels 5 and 7 take 3.3
 // / 3.0; 1024 x 2048 1.9 / 1.8 (2.6 / 2.6), 2048 x 6144 4.9 / 4.0 (5.4 / 5.2). M = 8, f16 3.6 / 3.1, 2.7 / 2.6 and 7.6 / 6.4
-// us, where 7_packed_wgmma.cu takes 5.4 / 5.1, 4.7 / 4.7 and 7.4 / 6.0. Alone 0.7 to 1.1 us more.
+// us, where 7_packed_wgmma.cu takes 5.4 / 5.1, 4.7 / 4.7 and 7.4 / 6.0. Alone 0.7 to 1.4 us more.
 // Taught: clocks read in the kernel took the microseconds apart. From the end of all blocks to the moment when the next launch
 // may read x it is 0.5 us, whatever they do. Of 3 us before, most was waiting for the slowest block: x came after 0.4 us to most,
 // and after 1.4 us where weights were asked for at the same time, or where two blocks had met. Activations that branches stand

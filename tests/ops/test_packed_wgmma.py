@@ -246,6 +246,7 @@ def test_room_is_for_launches_that_overlap():
     assert not any(plan(m, False).form.room for m in (1, 8, 16, 32, 64, 512))
     assert all(plan(m, True).form.room for m in (1, 8, 16, 32))
     assert plan(512, True) == plan(512, False)
+    assert all(plan(m, True, "int8").form.room for m in (8, 16, 32))
     assert all(plan(m, True, "int8").form.bands == 1 for m in (16, 32))  # of two bands there would be two stages
 
 

@@ -81,7 +81,7 @@ class Form:
         if self.boxes == COLUMNS // STEP:
             both = min(free // (x + w), MOST_AHEAD) // self.slices * self.slices
             return both, both
-        of_x = COLUMNS // STEP // self.boxes  # stages of x for one of w
+        of_x = COLUMNS // STEP  # stages of x for one of w
         of_w = next(count for count in range(free // w, 0, -1) if count * w + (of_x * count - 1) * x <= free)
         return min((free - of_w * w) // x, of_x * of_w + 2), of_w
 
@@ -189,7 +189,7 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
         most = multiprocessors // form.cluster
         if not most or form.room and m > form.tokens:  # which reads the weights again
             continue
-        if form.tokens >= 2 * max(m, FEW[0]):  # a tile of half as many has them all
+        if form.tokens >= 2 * max(m, FEW[0]):  # a smaller tile has them all
             continue
         if form.room:  # a multiprocessor without a block gets two of the next launch, while others have none
             counts = {min(most, tiles * steps)}
