@@ -22,6 +22,12 @@ struct PhaseBarrier {
   __device__ __forceinline__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
   }
+  // What other blocks of the cluster stored, and told this barrier of, can be read then.
+  __device__ __forceinline__ void wait_for_cluster(int parity) {
+    asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+                 "@!p bra wait;\n}"
+                 ::"r"(address()), "r"(parity) : "memory");
+  }
   __device__ __forceinline__ void wait(int parity) {
     asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"
                  ::"r"(address()), "r"(parity) : "memory");
@@ -90,6 +96,17 @@ __device__ __forceinline__ void arrive_at(PhaseBarrier &barrier, int rank) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
                "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
                ::"r"(barrier.address()), "r"(rank) : "memory");
+}
+// Where what lies in this block's shared memory does in that of a block of the cluster.
+__device__ __forceinline__ uint32_t address_at(const void *shared, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
+  return there;
+}
+// Four numbers to such an address, a multiple of 16; a barrier of that block, which expects 16 bytes, is told.
+__device__ __forceinline__ void store_at(uint32_t there, const float *four, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(there), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(barrier) : "memory");
 }
 
 #endif

@@ -15,6 +15,10 @@
 // the same rows, and take chunks in turns (sliced K). What they add up at the end goes by way of shared memory, where sums
 // that another block has made would have gone by way of L2.
 //
+// Where tiles are not many more than half of the multiprocessors, two blocks, a cluster, have one tile, and each a half of K.
+// In the end either stores half of its sums right into the other's shared memory, whose barrier counts the bytes: nobody
+// waits for L2 to have them, and for a flag.
+//
 // Cut tiles are put together as handover.h has it: what a block gives to another it has at the beginning. Sums of many tokens
 // take microseconds to read: they come into the stages of x, behind its last ones, while those are multiplied. Of few
 // tokens, where a tile has parts of many blocks and multiprocessors have room, all blocks add up evenly what all of them left.
@@ -27,7 +31,8 @@
 //
 // Predicted: 17408 x 5120, M = 512, either precision: as fast as cuBLAS on bf16 weights, to 3%; both draw all the power
 // there is. M = 8 to 32: 6 us to begin, to hand over and to end, and beside these 80% of the read ceiling. With room for
-// the next launch: 2 us less of them. Sliced K, 2048 x 2048, M = 256: 6.5 us where two tiles side by side took 8.4.
+// the next launch: 2 us less of them. Sliced K, 2048 x 2048, M = 256: 6.5 us where two tiles side by side took 8.4. Parts of K
+// in two blocks, 6144 x 2048, M = 256: 12 us where 96 blocks with a tile each took 14.2.
 //
 // Outcome (H200, cold, median, launches that overlap, out of 16 bits; W8 / W4, beside cuBLAS on bf16 weights in the same run):
 // M = 512, bf16, 17408 x 5120 122 / 120 us (747 and 761 TFLOP/s; 761), 5120 x 17408 122 / 118 (749, 775; 748), 12288 x 5120 89
@@ -77,6 +82,7 @@
 //   X_STAGES     stages of x in shared memory
 //   W_STAGES     stages of w there, each of a chunk
 //   CLUSTER      blocks that share x, each by a multiple of 8 tokens
+//   PARTS        2: two blocks have the same tile, and each a half of K, where they share no x; 1: each has its own
 //   ROOM         1: a multiprocessor has room for two blocks
 //   NARROW_OUT   1: out is of 16 bits, as x is; 0: float
 #include "bulk.h"
@@ -94,17 +100,20 @@ constexpr int kStep = 64;               // columns of a box of x: 128 bytes, wha
 constexpr int kWidth = 2 * kStep;       // bytes
 constexpr int kBoxBytes = TILE_TOKENS * kWidth, kStageBytes = X_BOXES * kBoxBytes;
 constexpr int kSums = TILE_TOKENS / 2;  // of a lane and band
-constexpr int kTokens = TILE_TOKENS / SLICES, kBand = kTokens / 2, kOwn = BANDS * kBand;  // what a warp stores or hands over
+constexpr int kTokens = TILE_TOKENS / SLICES, kKept = kTokens / PARTS;  // whose sums a warp has; of a slice, and at the end
+constexpr int kBand = kKept / 2, kOwn = BANDS * kBand;  // sums that a lane stores or hands over
+constexpr int kBlocksOfCluster = CLUSTER * PARTS;
 constexpr int kShare = TILE_TOKENS / CLUSTER;  // rows of x that this block asks for
-constexpr bool kMany = kTokens >= 128;         // tokens, whose sums copies bring
+constexpr bool kMany = kKept >= 128;           // tokens, whose sums copies bring
 constexpr int kLater = 2;                      // chunks after sums were left, when memory has them
-constexpr int kWarpsOfStage = 2 * X_BOXES / BANDS;  // whose sums have the size of a stage of x
-constexpr int kSumStages = kWarps / kWarpsOfStage;
+constexpr int kWarpsOfStage = kStageBytes / (128 * kOwn);  // whose sums have the size of a stage of x
+constexpr int kSumStages = kMany ? kWarps / kWarpsOfStage : 1;
 constexpr int kCopying = 3;                    // warps that ask for w: each copy takes its warp some 100 clocks
 static_assert(GROUPS >= 2 && GROUPS <= 3 && BANDS <= 2 && kShare % 8 == 0 && TILE_TOKENS % CLUSTER == 0);
 // A stage holds one chunk, and always one of the same slice: parities repeat, and a warp that skips a turn of a stage could
 // take the phase before for its own.
-static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0 && !kMany);
+static_assert(SLICES == 1 || SLICES == 2 && GROUPS == 2 && BANDS == 1 && X_BOXES == 2 && kTokens % 8 == 0 && kTokens < 128);
+static_assert(PARTS == 1 || PARTS == 2 && CLUSTER == 1 && BANDS == 1 && !ROOM && kKept % 8 == 0);
 static_assert(X_STAGES % SLICES == 0 && W_STAGES % SLICES == 0);
 // Where a stage of x has a chunk's columns, a thread stands at the same stage of x and of w. With codes of 4 bits both come
 // and go together, too: one barrier to wait for and one to arrive at. Of 8 bits a stage of w is better let go of at once, when
@@ -112,7 +121,7 @@ static_assert(X_STAGES % SLICES == 0 && W_STAGES % SLICES == 0);
 constexpr bool kInStep = X_BOXES == 2, kTogether = kInStep && CODE_BITS == 4 && X_STAGES > 3 * SLICES;
 static_assert(!kInStep || X_STAGES == W_STAGES);
 // Outputs of 16 bits of more tokens still are stored by copies.
-constexpr bool kStoredByCopy = kTokens > 128 && NARROW_OUT;
+constexpr bool kStoredByCopy = kKept > 128 && NARROW_OUT;
 static_assert(!kStoredByCopy || BANDS * X_BOXES == 1 && X_STAGES >= GROUPS, "a warpgroup's sums in 16 bits have the size of a stage of x");
 
 // A block takes a multiprocessor, or with ROOM half of it, so that blocks of the next launch may bring weights meanwhile.
@@ -127,8 +136,10 @@ constexpr int kAhead = BANDS * (kSums + 32) + 36 <= kMultiplyRegisters ? 2 : 1;
 struct Block {
   alignas(1024) uint16_t x[X_STAGES][X_BOXES][TILE_TOKENS][kStep];
   alignas(128) uint8_t w[W_STAGES][kPanels][kChunkBytes];
-  float4 given[SLICES > 1 ? kWarps * kOwn / 4 * 32 : 1];  // by each slice to the other
+  float4 given[SLICES > 1 ? kWarps * kTokens / 8 * 32 : 1];  // by each slice to the other
+  float4 of_parts[PARTS > 1 ? kWarps * kOwn / 4 * 32 : 1];   // by the other part
   PhaseBarrier x_full[X_STAGES], x_empty[X_STAGES], own_w_full[W_STAGES], own_w_empty[W_STAGES];
+  PhaseBarrier parts_there[kWarps], parts_taken[kWarps];     // of a warp: what it was given, what it gave
   __device__ __forceinline__ PhaseBarrier &w_full(int stage) { return kTogether ? x_full[stage] : own_w_full[stage]; }
   __device__ __forceinline__ PhaseBarrier &w_empty(int stage) { return kTogether ? x_empty[stage] : own_w_empty[stage]; }
 };
@@ -303,8 +314,33 @@ __device__ __forceinline__ void add_slices(float (&sums)[both], float4 *given, i
   });
 }
 
-#if CLUSTER > 1
-#define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+// Two blocks that have the parts of K do the same: each keeps the sums of its half of the tokens, [0, count), and adds what
+// the other, whose stores end a phase, has of them, [warps][count / 4][32 lanes].
+template <int both>
+__device__ __forceinline__ void add_parts(float (&sums)[both], Block &block, int part, int warp, int lane, int parity) {
+  constexpr int count = both / 2;
+  PhaseBarrier &there = block.parts_there[warp];
+  if (lane == 0) arrive_expecting(there, count * 128);
+  float4 *const given = block.of_parts + warp * (count / 4 * 32) + lane;
+  const uint32_t to = address_at(given, part ^ 1), told = address_at(&there, part ^ 1);
+  float others[count];
+  unrolled<count>([&](auto i) {
+    const float first = sums[i.value], second = sums[i.value + count];
+    sums[i.value] = part ? second : first, others[i.value] = part ? first : second;
+  });
+  block.parts_taken[warp].wait(parity ^ 1);  // what was given before
+  unrolled<count / 4>([&](auto i) { store_at(to + i.value * 512, others + 4 * i.value, told); });
+  there.wait_for_cluster(parity);
+  unrolled<count / 4>([&](auto i) {
+    const float4 four = given[i.value * 32];
+    float *const own = sums + 4 * i.value;
+    own[0] += four.x, own[1] += four.y, own[2] += four.z, own[3] += four.w;
+  });
+  __syncwarp();
+}
+
+#if CLUSTER * PARTS > 1
+#define OF_CLUSTER __cluster_dims__(CLUSTER * PARTS, 1, 1)
 #else
 #define OF_CLUSTER
 #endif
@@ -322,19 +358,22 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   Block &block = *reinterpret_cast<Block *>(__cvta_shared_to_generic(aligned));
   // The first kWarps multiply. Nor is a warp's number read from the special register over and over.
   const unsigned lane = threadIdx.x, warp = __shfl_sync(GPU_FULL_MASK, threadIdx.y, 0);
-  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
+  const int rank = blockIdx.x % CLUSTER, part = blockIdx.x % PARTS, clusters = gridDim.x / kBlocksOfCluster;
   const int token_tiles = (M + TILE_TOKENS - 1) / TILE_TOKENS, row_tiles = (N + CLUSTER * kRows - 1) / (CLUSTER * kRows);
   const int chunks = (K + kChunk - 1) / kChunk;
   // Of a tile of the cluster: this block's first panel, and the first token.
   const auto panel_of = [&](int tile) { return (tile / token_tiles * CLUSTER + rank) * kPanels; };
   const auto token_of = [&](int tile) { return tile % token_tiles * TILE_TOKENS; };
+  const int place = blockIdx.x % kBlocksOfCluster * kWarps;  // of this block's first warp, in the cluster
   const bool by_all = ROOM && evenly;
   const bool has_boxes = kStoredByCopy && N % 8 == 0;  // of out: a map has rows at multiples of 16 bytes
   const auto own_range = [&] {
-    return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / CLUSTER, clusters, whole, by_all, tail);
+    return Ranges(token_tiles * row_tiles, chunks, blockIdx.x / kBlocksOfCluster, clusters, whole, by_all, tail);
   };
   // What a warp hands over is its own: unless copies bring sums, it waits for its like in other blocks only.
-  const Handover<kOwn, CLUSTER * kWarps> handover{sums_left, there};
+  const Handover<kOwn, kBlocksOfCluster * kWarps> handover{sums_left, there};
+  const auto first_of = [&](const Work &work) { return work.first + (work.end - work.first) * part / PARTS; };
+  const auto end_of = [&](const Work &work) { return work.first + (work.end - work.first) * (part + 1) / PARTS; };
   Work work;
 
   let_next_launch_begin();
@@ -347,9 +386,13 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     for (PhaseBarrier &barrier : block.x_empty) barrier.init(kWarps / SLICES * CLUSTER);  // the other block's, too
     for (PhaseBarrier &barrier : block.own_w_full) barrier.init(kPanels);  // whose lanes count what each asks for
     for (PhaseBarrier &barrier : block.own_w_empty) barrier.init(32 * kWarps / SLICES);
+    if constexpr (PARTS > 1) {
+      for (PhaseBarrier &barrier : block.parts_there) barrier.init(1);
+      for (PhaseBarrier &barrier : block.parts_taken) barrier.init(1);
+    }
     publish_barriers();
   }
-  if constexpr (CLUSTER > 1) cluster_barrier();
+  if constexpr (kBlocksOfCluster > 1) cluster_barrier();
   else __syncthreads();
 
   if (warp / 4 == GROUPS) {
@@ -372,7 +415,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         const int shares = min(CLUSTER, (M - first + kShare - 1) / kShare);
         if (lane == 0) {
 #pragma unroll 1
-          for (int column = work.first * kChunk; column < work.end * kChunk; column += X_BOXES * kStep)
+          for (int column = first_of(work) * kChunk; column < end_of(work) * kChunk; column += X_BOXES * kStep)
             bring(shares * (kStageBytes / CLUSTER), [&](auto &stage, PhaseBarrier &full) {
               if (token >= M) return;
               unrolled<X_BOXES>([&](auto b) {
@@ -387,14 +430,14 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         for (int giver = range.first_giver(work); giver < range.range; giver += kGivers) {
           const int givers = min(kGivers, range.range - giver);
           __syncwarp();
-          if (lane < givers * kWarps) handover.wait_for(giver + lane / kWarps, rank * kWarps + lane % kWarps);
+          if (lane < givers * kWarps) handover.wait_for(giver + lane / kWarps, place + lane % kWarps);
           __syncwarp();
           if (lane == 0) {
             fence_copies();
 #pragma unroll 1
             for (int i = 0; i < givers * kSumStages; ++i)
               bring(kStageBytes, [&](auto &stage, PhaseBarrier &full) {
-                const float4 *left = handover.sums_of(giver + i / kSumStages, rank * kWarps + i % kSumStages * kWarpsOfStage, 0);
+                const float4 *left = handover.sums_of(giver + i / kSumStages, place + i % kSumStages * kWarpsOfStage, 0);
                 if constexpr (kTogether) full.arrive(kPanels);  // no weights come with them
                 copy_bulk(stage, left, kStageBytes, full, cache_policy(false));
               });
@@ -413,9 +456,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       Turn<W_STAGES> w_turn;
       while (range.next(work)) {
         const int first = panel_of(work.tile), count = min(max(panels - first, 0), kPanels);
-        const uint8_t *from = w + ((size_t)(first + mine) * chunks + work.first) * kChunkBytes;
+        const uint8_t *from = w + ((size_t)(first + mine) * chunks + first_of(work)) * kChunkBytes;
 #pragma unroll 1
-        for (int chunk = work.first; chunk < work.end; ++chunk) {
+        for (int chunk = first_of(work); chunk < end_of(work); ++chunk) {
           PhaseBarrier &full = block.w_full(w_turn.stage);
           block.w_empty(w_turn.stage).wait(w_turn.parity ^ 1);
           if (mine < count) {
@@ -440,9 +483,9 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         if (lane < CLUSTER) arrive_at(block.x_empty[stage], lane);
       }
     };
-    const int of_cluster = rank * kWarps + warp;
+    const int of_cluster = place + warp;
     const auto row_of = [&](int tile, int band) { return (panel_of(tile) + first_panel + band * 4) * kPanelRows; };
-    const auto tokens_of = [&](int tile) { return token_of(tile) + slice * kTokens; };
+    const auto tokens_of = [&](int tile) { return token_of(tile) + slice * kTokens + part * kKept; };
     Ranges range = own_range();
     Turn<X_STAGES, SLICES> x_turn{slice};
     Turn<W_STAGES, SLICES> w_turn{slice};
@@ -450,17 +493,20 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     int next = slice;  // chunk of the slice, of a range's part of a tile
     bool half = false;  // of the turn that ranges arrive in
     bool is_owed = false;  // sums that were left, to be given
+    int added = 0;          // times that parts were
     const auto give = [&] {
       if (is_owed) handover.give(range.range, of_cluster, lane);
       is_owed = false;
     };
 
     while (range.next(work)) {
-      const int count = work.end - work.first;
+      // The other part may give again: told only now, since without another tile it may have ended.
+      if (PARTS > 1 && added > 0 && lane == 0) arrive_at(block.parts_taken[warp], part ^ 1);
+      const int count = end_of(work) - first_of(work);
       float sums[BANDS][kSums] = {};
       int before = 0;  // the stage of x before
       int at = SLICES > 1 ? next : 0;
-      const bool has_part = SLICES == 1 || at < count;
+      const bool has_part = SLICES * PARTS == 1 || at < count;
 #pragma unroll 1
       for (; at < count; at += SLICES) {
         if (kMany && at == kLater) give();
@@ -519,6 +565,11 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       if (has_part) release_x(before);
       unrolled<BANDS>([&](auto b) { wgmma_arrived(sums[b.value]); });
       if constexpr (SLICES > 1) add_slices(sums[0], block.given, slice, warp, lane);
+      if constexpr (PARTS > 1) {
+        using OfSlice = float[kTokens / 2];
+        add_parts(reinterpret_cast<OfSlice &>(sums), block, part, warp, lane, added % 2);
+        ++added;
+      }
 
       using Own = float[kOwn];
       using Bands = float[BANDS][kBand];

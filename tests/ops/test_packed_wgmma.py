@@ -31,16 +31,18 @@ def weight(n, k, precision):
     ("wgmma_f16", "int8", 8, "", False), ("wgmma_f16", "int8", 32, "room", True),
     ("wgmma_bf16", "int8", 256, "", True), ("wgmma_bf16", "int8", 64, "", False),
     ("wgmma_bf16", "int4", 16, "room", False), ("wgmma_f16", "int8", 64, "slices", True),
-    ("wgmma_bf16", "int4", 128, "slices", True), ("wgmma_bf16", "int8", 128, "three", True)])
+    ("wgmma_bf16", "int4", 128, "slices", True), ("wgmma_bf16", "int8", 128, "three", True),
+    ("wgmma_f16", "int8", 16, "parts", True), ("wgmma_bf16", "int4", 128, "parts", False),
+    ("wgmma_f16", "int4", 128, "parts three", True), ("wgmma_bf16", "int8", 128, "parts slices", True)])
 def test_machine_code(name, precision, tokens, kind, narrow):
     """No spills, products that follow each other without a wait of the compiler's and addresses that stay in registers
     of a warp, copies by the copy engine; outputs of 16 bits are transposed and stored by 8 bytes, or of many tokens, at
-    the end, by a copy."""
+    the end, by a copy. A lane stores half of its sums to the block that has the other part of K, by 16 bytes."""
     if toolchain.targets()["sm_90a"]:
         pytest.skip(toolchain.targets()["sm_90a"])
-    room, slices = kind == "room", 1 + (kind == "slices")
-    form = next(form for form in op.FORMS if (form.tokens, form.room, form.slices) == (tokens, room, slices)
-                and (kind != "three" or form.groups == 3))
+    room, slices, parts = kind == "room", 1 + ("slices" in kind), 1 + ("parts" in kind)
+    form = next(form for form in op.FORMS if (form.tokens, form.room, form.slices, form.parts) ==
+                (tokens, room, slices, parts) and ("three" not in kind or form.groups == 3))
     source = op.DESIGNS[name].source(precision, form, narrow)
     _, log = toolchain.nvrtc_compile(source, "90a")
     compiled = toolchain.compile_cuda(source, "90a")
@@ -56,7 +58,8 @@ def test_machine_code(name, precision, tokens, kind, narrow):
     # the next launch may begin; this one asks for x when the one before has ended
     assert compiled.assembly.index("PREEXIT") < compiled.assembly.index("ACQBULK") < compiled.assembly.index(boxes[0])
     assert compiled.assembly.count("ACQBULK") == 1
-    eights = form.bands * tokens // slices // 8 + room  # and those that all add up
+    eights = form.bands * form.kept // 8 + room  # and those that all add up
+    assert len(re.findall(r"STAS\.128", compiled.assembly)) == (parts > 1) * form.kept // 8
     assert len(re.findall(r"MOVM\.16\.MT88", compiled.assembly)) == narrow * 2 * eights
     assert len(re.findall(r"STG\.E\.64 ", compiled.assembly)) == narrow * eights
     by_copy = narrow and tokens > op.MANY  # which no slices are
@@ -71,7 +74,7 @@ def test_stages_fit(precision, form):
     x, w = form.stages(precision)
     assert w >= 2 and 64 * form.boxes * x >= 128 * min(w, 2) and x % form.slices == w % form.slices == 0
     assert (form.shared(precision) + 1024) * (1 + form.room) <= 228 << 10
-    assert form.tokens % (8 * form.cluster) == 0
+    assert form.tokens % (8 * form.cluster) == 0 and form.kept % 8 == 0
 
 
 LAYOUT = """
@@ -210,16 +213,24 @@ def test_what_is_chosen(precision):
     assert chosen(512, 17408, 5120) == (256, 132, True)
     assert chosen(512, 5120, 6144) == (176, 120, False)
     assert chosen(8, 17408, 5120)[0] == 8
-    assert chosen(256, 2048, 2048) == (64, 128, False) and chosen(512, 2048, 2048) == (128, 128, False)
-    assert chosen(512, 6144, 2048) == (128, 128, False)
+    assert chosen(256, 2048, 2048) == chosen(512, 2048, 2048) == (128, 128, False)
+    assert chosen(256, 6144, 2048) == chosen(512, 6144, 2048) == (128, 128, False)
 
 
 def test_warpgroups_share_rows_where_there_are_few():
     def form(m, n, k):
         return op.DESIGNS["wgmma_f16"].plan(SimpleNamespace(multiprocessors=132), weight(n, k, "int8"), m).form
-    assert all(form(m, 2048, 2048).slices == 2 for m in (64, 128, 256, 512))
+    assert all(form(m, 2048, 2048).slices == 2 for m in (64, 128, 256))
     assert all(form(m, 17408, 5120).slices == 1 for m in (8, 32, 64, 512))
     assert form(512, 6144, 2048).groups == 3
+
+
+def test_two_blocks_have_parts_of_a_tile_where_there_are_few_or_handing_over_costs_more():
+    def form(m, n, k):
+        return op.DESIGNS["wgmma_f16"].plan(SimpleNamespace(multiprocessors=132), weight(n, k, "int4"), m, True).form
+    few = (32, 10240, 5120), (16, 12288, 5120), (128, 12288, 5120), (256, 6144, 2048), (512, 2048, 6144)
+    assert all(form(*shape).parts == 2 for shape in few)
+    assert all(form(m, n, k).parts == 1 for m in (8, 256, 512, 2048) for n, k in ((17408, 5120), (5120, 17408)))
 
 
 @pytest.mark.parametrize("precision", packing.CHUNK_BYTES)
@@ -251,8 +262,12 @@ def test_room_is_for_launches_that_overlap():
 
 
 def test_no_tile_has_twice_the_tokens_that_are_needed():
-    for m, most in ((1, 8), (8, 8), (9, 16), (32, 32), (33, 64), (64, 96), (65, 128), (512, 256)):
-        assert max(plan.form.tokens for plan in op.plans(m, 4096, 4096, 132)) == most
+    """But each part has 8 to add up."""
+    for m, most, parts in ((1, 8, 16), (8, 8, 16), (9, 16, 16), (32, 32, 32), (33, 64, 64), (64, 96, 64), (65, 128, 128),
+                           (512, 256, 128)):
+        found = list(op.plans(m, 4096, 4096, 132))
+        assert max(plan.form.tokens for plan in found if plan.form.parts == 1) == most
+        assert max(plan.form.tokens for plan in found if plan.form.parts == 2) == parts
 
 
 def test_says_why_not(simulator):

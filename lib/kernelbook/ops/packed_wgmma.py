@@ -37,6 +37,7 @@ class Form:
     share activations, of neighbouring tiles.
     room: for two blocks on a multiprocessor, so that those of the next launch bring weights while this one ends.
     slices: of K: 2 warpgroups that have the same rows, and take chunks in turns.
+    parts: of K: 2 blocks that have the same tile, and a half each; such share no activations.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class Form:
     cluster: int = 1
     room: bool = False
     slices: int = 1
+    parts: int = 1
 
     @property
     def rows(self) -> int:
@@ -58,7 +60,12 @@ class Form:
     @property
     def kept(self) -> int:
         """Tokens whose sums a warp has at the end."""
-        return self.tokens // self.slices
+        return self.tokens // self.slices // self.parts
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return self.cluster * self.parts
 
     def serves(self, precision: str) -> bool:
         """Whether shared memory holds three stages of x and of w: room that leaves two costs more than it saves."""
@@ -87,28 +94,34 @@ class Form:
 
     @property
     def given_bytes(self) -> int:
-        """Of shared memory, for half of its sums that each slice gives to the other."""
-        return 4 * self.rows * self.tokens if self.slices > 1 else 0
+        """Of shared memory, for half of its sums that each slice gives to the other, and that the other part gives."""
+        sums = 4 * self.rows * self.tokens
+        return (self.slices > 1) * sums + (self.parts > 1) * sums // 2 // self.slices
 
     def shared(self, precision: str) -> int:
         """Bytes of dynamic shared memory, as struct Block of 7_packed_wgmma.cu has them, and what aligns it."""
         (x, w), (of_x, of_w) = self.stage_bytes(precision), self.stages(precision)
-        return math.ceil((of_x * x + of_w * w + self.given_bytes + 16 * (of_x + of_w + 1)) / ALIGN) * ALIGN + ALIGN
+        barriers = 16 * (of_x + of_w + 2 + 4 * self.groups)  # and what is there where nothing is given
+        return math.ceil((of_x * x + of_w * w + self.given_bytes + barriers) / ALIGN) * ALIGN + ALIGN
 
     def source(self, precision: str, bf16: bool, narrow: bool = False) -> Source:
         of_x, of_w = self.stages(precision)
         return Source("prefill_gemm/7_packed_wgmma.cu", {
             "CODE_BITS": CODE_BITS[precision], "BF16": bf16, "GROUPS": self.groups,
             "BANDS": self.bands, "TILE_TOKENS": self.tokens, "X_BOXES": self.boxes, "X_STAGES": of_x, "W_STAGES": of_w,
-            "CLUSTER": self.cluster, "ROOM": self.room, "SLICES": self.slices, "NARROW_OUT": narrow})
+            "CLUSTER": self.cluster, "ROOM": self.room, "SLICES": self.slices, "PARTS": self.parts,
+            "NARROW_OUT": narrow})
 
 
 FEW = (8, 16, 32)  # tokens
-FORMS = (*(Form(tokens, groups) for groups in (2, 3) for tokens in FEW),
+FORMS = (*(Form(tokens, 2) for tokens in FEW),
          *(Form(tokens, 2, bands, room=True) for bands in (1, 2) for tokens in FEW),
          Form(64, 2, cluster=2), Form(64, 3, cluster=2), Form(96, 2, cluster=2), Form(128, 2, cluster=2),
          Form(128, 3, cluster=2), Form(176, 2, cluster=2), Form(256, 2, cluster=2),
-         Form(64, 2, cluster=2, slices=2), Form(128, 2, cluster=2, slices=2))
+         *(Form(tokens, 2, cluster=2, slices=2) for tokens in (64, 128)),
+         *(Form(tokens, 2, parts=2) for tokens in (16, 32, 128)),
+         *(Form(tokens, 3, parts=2) for tokens in (16, 32, 64, 128)),
+         *(Form(tokens, 2, slices=2, parts=2) for tokens in (64, 128)))
 
 
 # ---------------------------------------------------------------- which form, and how its tiles are cut
@@ -130,7 +143,7 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        return self.ranges * self.form.cluster
+        return self.ranges * self.form.blocks
 
     @property
     def cut_tiles(self) -> int:
@@ -160,23 +173,22 @@ class Plan:
     @property
     def flags(self) -> int:
         """Whole numbers of what is there, as handover.h has them."""
-        return 4 * self.form.groups * self.form.cluster * (APART if self.evenly else self.ranges)
+        return 4 * self.form.groups * self.form.blocks * (APART if self.evenly else self.ranges)
 
 
-# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 800 launches
+# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,500 launches
 # that overlap; those that do not take some 2 us more whatever the plan.
-OF_A_LAUNCH, ROOM_SAVES = 1590, 1110  # to begin and to end; where the next one has room meanwhile, at most
-OF_A_CLOCK = 0.425  # of the tensor cores
-TOKENS_MORE = 82  # that a product takes: to make its weights, and to wait for what it needs
-OF_A_CHUNK, OF_A_ROW = 221, 1.58  # at least: what waits for what, and instructions, of a chunk and of a row of it
-OF_A_SLICE = 113  # more of a chunk, where warpgroups take them in turns
-L2_BYTES, MEMORY_BYTES = 7180, 4870  # asked for by all
-FILL_BYTES = 537  # of boxes of x that are partly outside of it, to one multiprocessor
+OF_A_LAUNCH, ROOM_SAVES = 1457, 671  # to begin and to end; where the next one has room meanwhile, at most
+OF_A_STEP, OF_A_CLOCK = 83, 0.45  # what waits for what, of a chunk; of the tensor cores
+TOKENS_MORE = 60.4  # that a product takes: to make its weights
+IN_BYTES, W_BYTES, FILL_BYTES = 90, 43.8, 2700  # to one multiprocessor; of w; of boxes of x partly outside of it
+L2_BYTES, MEMORY_BYTES = 6750, 4310  # asked for by all; of x that two blocks bring at the same time, L2 gives one
 POWER = 815_000 / 2  # products, of all, while power lets them be
-SUMS_BYTES = 121  # sums left or written
-OF_A_GIFT, UNALIGNED = 1360, 990  # sums that are left; more where ranges begin and end within tiles
-OF_A_GIVER = 74  # each time that some are taken
-OF_A_MEETING = 2660  # of all ranges, and to begin to add up
+SUMS_BYTES = 193  # sums left or written
+OF_A_GIFT, UNALIGNED = 1465, 1008  # sums that are left; more where ranges begin and end within tiles
+OF_A_GIVER = 119  # each time that some are taken
+OF_A_MEETING, OF_A_SHARE = 2967, 27  # of all ranges, and to begin to add up; of each whose sums are read then
+OF_PARTS, PART_BYTES = 244, 76  # to add up what two blocks have; sums that either gives
 TAIL = 2  # steps at the end of a tile of many tokens that are not cut, where ranges are shorter than tiles
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
@@ -186,10 +198,10 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
     steps = math.ceil(k / COLUMNS)
     for form in forms:
         tiles = math.ceil(m / form.tokens) * math.ceil(n / (form.rows * form.cluster))
-        most = multiprocessors // form.cluster
+        most = multiprocessors // form.blocks
         if not most or form.room and m > form.tokens:  # which reads the weights again
             continue
-        if form.tokens >= 2 * max(m, FEW[0]):  # a smaller tile has them all
+        if form.tokens >= 2 * max(m, FEW[0] * form.parts):  # a smaller tile has them all
             continue
         if form.room:  # a multiprocessor without a block gets two of the next launch, while others have none
             counts = {min(most, tiles * steps)}
@@ -207,32 +219,36 @@ def plans(m: int, n: int, k: int, multiprocessors: int, forms: Iterable[Form] = 
 
 def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     """What a plan takes, roughly."""
-    form = plan.form
+    form, idle = plan.form, plan.tiles % plan.ranges and not plan.cut_tiles  # at the end some ranges have no tile
     sums = 4 * form.rows * form.tokens / SUMS_BYTES
     x, w = 2 * COLUMNS * form.tokens, form.rows // ROWS * CHUNK_BYTES[precision]
     share = form.tokens // form.cluster
     outside = max(math.ceil(m / share) * share - m, 0) if m < form.tokens else 0
-    step = max(form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK,
-               (OF_A_CHUNK + (form.slices > 1) * OF_A_SLICE) / form.slices + form.rows * OF_A_ROW,
-               (x / form.cluster + w) * plan.blocks / L2_BYTES)
+    step = max(OF_A_STEP + form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK,
+               (x + w) / IN_BYTES, w / W_BYTES, (x / form.blocks + w) * plan.blocks / L2_BYTES)
     step += 2 * COLUMNS * outside / FILL_BYTES
+    power = COLUMNS * form.rows * form.tokens * plan.blocks / POWER  # a step of all
+    steps = math.ceil(plan.steps_of_range / form.parts)
+    last = plan.steps / form.parts if idle else 0
+    multiplied = (steps - last) * max(step, power) + last * max(step, power * (plan.tiles % plan.ranges) / plan.ranges)
     read = n / ROWS * plan.steps * CHUNK_BYTES[precision]
     if 2 * m * k > L2_HOLDS:  # ranges of cut tiles are at different columns
         read += plan.cut_tiles * plan.steps * x
+    read /= MEMORY_BYTES
     given = 0
+    if form.parts > 1:
+        given = math.ceil(plan.tiles / plan.ranges) * (OF_PARTS + 2 * form.rows * form.tokens / PART_BYTES)
     if plan.is_added_up:
         givers = math.ceil(plan.ranges / plan.cut_tiles)  # ranges that have a part of a tile
         if plan.evenly:
             parts = (plan.ranges + plan.cut_tiles) / plan.ranges
-            given = OF_A_MEETING + givers * OF_A_GIVER + (2 * parts + plan.cut_tiles / plan.ranges) * sums
+            given += OF_A_MEETING + givers * OF_A_SHARE + (2 * parts + plan.cut_tiles / plan.ranges) * sums
         else:
             gift = OF_A_GIFT + (plan.ranges % plan.cut_tiles > 0) * UNALIGNED
-            given = max(sums + gift - plan.tail * step, 0) + givers * (sums + OF_A_GIVER)
+            given += sums + gift + givers * (sums + OF_A_GIVER)
     written = (plan.whole if plan.evenly else math.ceil(plan.tiles / plan.ranges)) * sums
-    products = plan.tiles * plan.steps * COLUMNS * form.rows * form.cluster * form.tokens
-    multiplied = max(plan.steps_of_range * step, read / MEMORY_BYTES, products / POWER)
-    saved = min(ROOM_SAVES, read / MEMORY_BYTES) if form.room else 0  # weights can be there, no more
-    return OF_A_LAUNCH - saved + multiplied + given + written
+    saved = min(ROOM_SAVES, read) if form.room else 0  # weights can be there, no more
+    return OF_A_LAUNCH - saved + max(multiplied, read) + given + written
 
 
 # ---------------------------------------------------------------- the designs
