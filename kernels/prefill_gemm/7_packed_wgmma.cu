@@ -85,6 +85,7 @@
 //   PARTS        2: two blocks have the same tile, and each a half of K, where they share no x; 1: each has its own
 //   ROOM         1: a multiprocessor has room for two blocks
 //   NARROW_OUT   1: out is of 16 bits, as x is; 0: float
+//   SHARED_BYTES of dynamic shared memory that a launch asks for
 #include "bulk.h"
 #include "handover.h"
 
@@ -143,7 +144,8 @@ struct Block {
   __device__ __forceinline__ PhaseBarrier &w_full(int stage) { return kTogether ? x_full[stage] : own_w_full[stage]; }
   __device__ __forceinline__ PhaseBarrier &w_empty(int stage) { return kTogether ? x_empty[stage] : own_w_empty[stage]; }
 };
-static_assert(sizeof(Block) + 1024 <= (ROOM ? 113 : 227) << 10, "of 228 KB a block has 1 KB, and 1 KB aligns it");
+static_assert(sizeof(Block) + 1024 <= SHARED_BYTES, "1 KB aligns it");
+static_assert(SHARED_BYTES <= (ROOM ? 113 : 227) << 10, "of 228 KB each block has 1 KB");
 
 // Where a thread stands in a ring of stages. Who fills them waits for an empty one with the parity before: of a new barrier
 // that phase counts as ended.

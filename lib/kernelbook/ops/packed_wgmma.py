@@ -96,7 +96,7 @@ class Form:
     def given_bytes(self) -> int:
         """Of shared memory, for half of its sums that each slice gives to the other, and that the other part gives."""
         sums = 4 * self.rows * self.tokens
-        return (self.slices > 1) * sums + (self.parts > 1) * sums // 2 // self.slices
+        return (self.slices > 1) * sums + (self.parts > 1) * sums // 2
 
     def shared(self, precision: str) -> int:
         """Bytes of dynamic shared memory, as struct Block of 7_packed_wgmma.cu has them, and what aligns it."""
@@ -110,7 +110,7 @@ class Form:
             "CODE_BITS": CODE_BITS[precision], "BF16": bf16, "GROUPS": self.groups,
             "BANDS": self.bands, "TILE_TOKENS": self.tokens, "X_BOXES": self.boxes, "X_STAGES": of_x, "W_STAGES": of_w,
             "CLUSTER": self.cluster, "ROOM": self.room, "SLICES": self.slices, "PARTS": self.parts,
-            "NARROW_OUT": narrow})
+            "NARROW_OUT": narrow, "SHARED_BYTES": self.shared(precision)})
 
 
 FEW = (8, 16, 32)  # tokens
