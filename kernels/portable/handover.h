@@ -21,7 +21,14 @@
 #include "wgmma.h"
 #include "operands.h"
 
-struct Work { int tile, first, end; };  // steps first .. end - 1 of a tile
+struct Work {  // steps first .. end - 1 of a tile
+  int tile, first, end;
+  // What a block has of them where several share them, in order.
+  __device__ __forceinline__ Work part(int part, int parts) const {
+    const int steps = end - first;
+    return {tile, first + steps * part / parts, first + steps * (part + 1) / parts};
+  }
+};
 
 // A range's way through all tiles, [tiles][steps]. Of those in the row the last `tail` steps are not cut, fewer than all;
 // evenly: none. Without these the row is empty or has at least a step a range; ranges * its steps fits an int. Tiles are

@@ -59,6 +59,13 @@
 // a thread counts once for x and w, and an address that is not made again for each, are 19 of 217 instructions: 1 to 3% of the
 // time with 128 tokens. One barrier for both takes 1 to 4% off W4, and nothing off W8, whose stages are wanted back sooner:
 // 18% more where a slice has two of them.
+// Parts of K in two blocks (script, launches that overlap, out of 16 bits): 6144 x 2048, M = 256, bf16, W8 / W4 14.3 to 12.8 /
+// 14.2 to 12.4 us (cuBLAS 11.5); 2048 x 6144, M = 512 22.2 to 20.9 (21.0), M = 256 14.8 to 14.0 / 13.7 to 12.5 (13.3 to 13.9);
+// 2048 x 2048, M = 256 7.1 to 6.7 (6.7); 1024 x 2048, M = 128 5.4 to 4.2; 12288 x 5120, M = 128 29.1 to 26.2 (35.1); of few
+// tokens, f16, 12288 x 5120, W4, M = 16 14.7 to 13.7, M = 32 15.1 to 14.3, 10240 x 5120, W4, M = 32 14.3 to 13.1, 6144 x 2048,
+// W8, M = 32 7.3 to 6.0. They share no x, and need not: neighbours that ask for the same lines at the same time cost L2 less
+// than its bandwidth says. A cluster has two blocks, since of clusters of four only 30 run at once, not 33, and of three 39: 32
+// of four, which share x as well, took twice the time.
 // Counters, before that, of tiles of 128 x 128 alone (6144 x 8192, M = 256, bf16, W8): the tensor pipe is active for 80% of a
 // block's time, and yet lanes wait for it in 4% of theirs. A warp takes 1,280 clocks for the 211 instructions of a chunk,
 // where its products and its neighbour's take 1,024: results of the one before (23%), registers whose ports products use
@@ -66,7 +73,8 @@
 // the products, take 5% more than their products do.
 // Tried in vain: codes read a turn ahead, and their stage waited for a chunk ahead (1 to 3% less of 128 tokens, as much more of
 // 176 and where there are few stages, up to 10% where warpgroups share rows), scales of bf16 without their factor of 128, which
-// sums get at the end (nothing), two blocks on a multiprocessor that both multiply (8% slower), sums in float to out (3 us more
+// sums get at the end (nothing), two blocks on a multiprocessor that both multiply (8% slower), parts with room for the
+// next launch (1 to 20% more) and with tiles of 256 tokens (stages are too few), sums in float to out (3 us more
 // at M = 512), a chunk's weights all made at once (within 3%, either way; it takes two chunks a turn of the loop, with
 // registers of their own: written to the same ones, weights change under products).
 //
@@ -374,8 +382,6 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
   };
   // What a warp hands over is its own: unless copies bring sums, it waits for its like in other blocks only.
   const Handover<kOwn, kBlocksOfCluster * kWarps> handover{sums_left, there};
-  const auto first_of = [&](const Work &work) { return work.first + (work.end - work.first) * part / PARTS; };
-  const auto end_of = [&](const Work &work) { return work.first + (work.end - work.first) * (part + 1) / PARTS; };
   Work work;
 
   let_next_launch_begin();
@@ -411,13 +417,14 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
         x_turn.next();
       };
       while (range.next(work)) {
+        const Work own = work.part(part, PARTS);
         const int first = token_of(work.tile), token = first + rank * kShare;
         // Boxes with no row of x are not asked for: to fill them takes longer than to bring others, and what lies in their
         // place makes sums that nobody stores.
         const int shares = min(CLUSTER, (M - first + kShare - 1) / kShare);
         if (lane == 0) {
 #pragma unroll 1
-          for (int column = first_of(work) * kChunk; column < end_of(work) * kChunk; column += X_BOXES * kStep)
+          for (int column = own.first * kChunk; column < own.end * kChunk; column += X_BOXES * kStep)
             bring(shares * (kStageBytes / CLUSTER), [&](auto &stage, PhaseBarrier &full) {
               if (token >= M) return;
               unrolled<X_BOXES>([&](auto b) {
@@ -457,10 +464,11 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
       Ranges range = own_range();
       Turn<W_STAGES> w_turn;
       while (range.next(work)) {
+        const Work own = work.part(part, PARTS);
         const int first = panel_of(work.tile), count = min(max(panels - first, 0), kPanels);
-        const uint8_t *from = w + ((size_t)(first + mine) * chunks + first_of(work)) * kChunkBytes;
+        const uint8_t *from = w + ((size_t)(first + mine) * chunks + own.first) * kChunkBytes;
 #pragma unroll 1
-        for (int chunk = first_of(work); chunk < end_of(work); ++chunk) {
+        for (int chunk = own.first; chunk < own.end; ++chunk) {
           PhaseBarrier &full = block.w_full(w_turn.stage);
           block.w_empty(w_turn.stage).wait(w_turn.parity ^ 1);
           if (mine < count) {
@@ -504,7 +512,8 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
     while (range.next(work)) {
       // The other part may give again: told only now, since without another tile it may have ended.
       if (PARTS > 1 && added > 0 && lane == 0) arrive_at(block.parts_taken[warp], part ^ 1);
-      const int count = end_of(work) - first_of(work);
+      const Work own = work.part(part, PARTS);
+      const int count = own.end - own.first;
       float sums[BANDS][kSums] = {};
       int before = 0;  // the stage of x before
       int at = SLICES > 1 ? next : 0;

@@ -190,6 +190,28 @@ def test_evenly_all_of_the_row_is_left_first(simulator, tmp_path, tiles, steps, 
         assert [own for *_, own, _ in of_tile] == list(range(of_tile[0][4], of_tile[0][4] + len(of_tile)))
 
 
+PART = """
+#include "handover.h"
+extern "C" __global__ void share(int *steps, int first, int end, int parts) {  // of each of the parts: first, end
+  const Work own = Work{0, first, end}.part(blockIdx.x, parts);
+  if (threadIdx.x == 0) steps[2 * blockIdx.x] = own.first, steps[2 * blockIdx.x + 1] = own.end;
+}
+GPU_KERNEL(share)
+"""
+
+
+@pytest.mark.parametrize("first, end, parts", [(0, 16, 2), (3, 4, 2), (7, 12, 2), (0, 40, 1), (5, 7, 3)])
+def test_blocks_of_a_cluster_have_even_parts_of_a_works_steps(simulator, tmp_path, first, end, parts):
+    (tmp_path / "part.cu").write_text(PART)
+    steps = simulator.array(np.full((parts, 2), -7, np.int32))
+    args = [steps, *map(np.int32, (first, end, parts))]
+    simulator.compile(str(tmp_path / "part.cu")).kernel("share")((parts, 1, 1), (32, 1, 1), args)
+    found = simulator.numpy(steps).tolist()
+    assert [begin for begin, _ in found] == [first] + [stop for _, stop in found[:-1]] and found[-1][1] == end
+    lengths = [stop - begin for begin, stop in found]
+    assert max(lengths) - min(lengths) <= 1
+
+
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 1])
 def test_plans_are_what_the_kernel_can_do(multiprocessors):
     for n, k in [(17408, 5120), (5120, 17408), (48, 5120), (16, 128), (1000, 32), (2**20, 2**17)]:
@@ -263,8 +285,8 @@ def test_room_is_for_launches_that_overlap():
 
 def test_no_tile_has_twice_the_tokens_that_are_needed():
     """But each part has 8 to add up."""
-    for m, most, parts in ((1, 8, 16), (8, 8, 16), (9, 16, 16), (32, 32, 32), (33, 64, 64), (64, 96, 64), (65, 128, 128),
-                           (512, 256, 128)):
+    for m, most, parts in ((1, 8, 16), (8, 8, 16), (9, 16, 16), (32, 32, 32), (33, 64, 64), (64, 96, 64),
+                           (65, 128, 128), (512, 256, 128)):
         found = list(op.plans(m, 4096, 4096, 132))
         assert max(plan.form.tokens for plan in found if plan.form.parts == 1) == most
         assert max(plan.form.tokens for plan in found if plan.form.parts == 2) == parts
