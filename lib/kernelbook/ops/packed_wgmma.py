@@ -2,8 +2,8 @@
 registers.
 
 out is float32, or of 16 bits as the activations are. Which tile of the product is taken, and which tiles are cut, is
-chosen by what it costs (`nanoseconds`): tokens that do not exist, multiprocessors without work, what L2 gives, and sums
-that blocks leave to each other (kernels/portable/handover.h).
+chosen by what it costs (`nanoseconds`): tokens that do not exist, multiprocessors without work, what memory and power
+give, and sums that blocks leave to each other (kernels/portable/handover.h).
 
 There is no simulated form of these instructions; who takes which steps is checked in the simulator, and the arithmetic
 by the designs on mma.sync.
@@ -178,17 +178,18 @@ class Plan:
 
 # Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,500 launches
 # that overlap; those that do not take some 2 us more whatever the plan.
-OF_A_LAUNCH, ROOM_SAVES = 1457, 671  # to begin and to end; where the next one has room meanwhile, at most
-OF_A_STEP, OF_A_CLOCK = 83, 0.45  # what waits for what, of a chunk; of the tensor cores
-TOKENS_MORE = 60.4  # that a product takes: to make its weights
-IN_BYTES, W_BYTES, FILL_BYTES = 90, 43.8, 2700  # to one multiprocessor; of w; of boxes of x partly outside of it
-L2_BYTES, MEMORY_BYTES = 6750, 4310  # asked for by all; of x that two blocks bring at the same time, L2 gives one
-POWER = 815_000 / 2  # products, of all, while power lets them be
-SUMS_BYTES = 193  # sums left or written
-OF_A_GIFT, UNALIGNED = 1465, 1008  # sums that are left; more where ranges begin and end within tiles
-OF_A_GIVER = 119  # each time that some are taken
-OF_A_MEETING, OF_A_SHARE = 2967, 27  # of all ranges, and to begin to add up; of each whose sums are read then
-OF_PARTS, PART_BYTES = 244, 76  # to add up what two blocks have; sums that either gives
+OF_A_LAUNCH, ROOM_SAVES = 1644, 490  # to begin and to end; where the next one has room meanwhile, at most
+OF_A_STEP, OF_A_CLOCK = 96, 0.406  # what waits for what, of a chunk; of the tensor cores, while all multiply
+IDLE_GAINS, MULTIPROCESSORS = 0.31, 132  # what clocks would gain if none did: those that have no block draw no power
+TOKENS_MORE = 75  # that a product takes: to make its weights
+IN_BYTES, W_BYTES = 90, 43.8  # to one multiprocessor; of w
+MEMORY_BYTES = 4290  # asked for by all
+POWER = 824_000 / 2  # products, of all, while power lets them be
+SUMS_BYTES = 141  # sums left or written
+OF_A_GIFT, UNALIGNED = 1214, 642  # sums that are left; more where ranges begin and end within tiles
+OF_A_GIVER = 101  # each time that some are taken
+OF_A_MEETING, OF_A_SHARE = 2257, 44  # of all ranges, and to begin to add up; of each whose sums are read then
+OF_PARTS, PART_BYTES = 146, 57  # to add up what two blocks have; sums that either gives
 TAIL = 2  # steps at the end of a tile of many tokens that are not cut, where ranges are shorter than tiles
 L2_HOLDS = 32 << 20  # bytes of x that blocks may read at different columns of K
 
@@ -222,11 +223,8 @@ def nanoseconds(plan: Plan, m: int, n: int, k: int, precision: str) -> float:
     form, idle = plan.form, plan.tiles % plan.ranges and not plan.cut_tiles  # at the end some ranges have no tile
     sums = 4 * form.rows * form.tokens / SUMS_BYTES
     x, w = 2 * COLUMNS * form.tokens, form.rows // ROWS * CHUNK_BYTES[precision]
-    share = form.tokens // form.cluster
-    outside = max(math.ceil(m / share) * share - m, 0) if m < form.tokens else 0
-    step = max(OF_A_STEP + form.rows * (form.tokens + TOKENS_MORE) / 16 * OF_A_CLOCK,
-               (x + w) / IN_BYTES, w / W_BYTES, (x / form.blocks + w) * plan.blocks / L2_BYTES)
-    step += 2 * COLUMNS * outside / FILL_BYTES
+    clock = OF_A_CLOCK * (1 - IDLE_GAINS * (1 - plan.blocks / MULTIPROCESSORS))
+    step = max(OF_A_STEP + form.rows * (form.tokens + TOKENS_MORE) / 16 * clock, (x + w) / IN_BYTES, w / W_BYTES)
     power = COLUMNS * form.rows * form.tokens * plan.blocks / POWER  # a step of all
     steps = math.ceil(plan.steps_of_range / form.parts)
     last = plan.steps / form.parts if idle else 0
