@@ -299,6 +299,22 @@ __device__ __forceinline__ void store_by_copy(const TensorMap &out, const float 
   }
 }
 
+// Keeps one half of the sums, in the first half of them, and hands out the other.
+template <int both>
+__device__ __forceinline__ void keep_half(float (&sums)[both], float (&others)[both / 2], bool second) {
+  unrolled<both / 2>([&](auto i) {
+    const float low = sums[i.value], high = sums[i.value + both / 2];
+    sums[i.value] = second ? high : low, others[i.value] = second ? low : high;
+  });
+}
+template <int count> __device__ __forceinline__ void add_given(float *own, const float4 *given) {
+  unrolled<count / 4>([&](auto i) {
+    const float4 four = given[i.value * 32];
+    float *const to = own + 4 * i.value;
+    to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
+  });
+}
+
 // Of two slices' sums of the same rows, a warp of the first keeps those of the first tokens, its like the others, in its first
 // half, and each adds what the other has of them, [warps][count / 4][32 lanes].
 template <int both>
@@ -307,21 +323,14 @@ __device__ __forceinline__ void add_slices(float (&sums)[both], float4 *given, i
   float4 *const to = given + warp * (count / 4 * 32) + lane;
   const float4 *const from = given + (warp + kWarps / 2) % kWarps * (count / 4 * 32) + lane;
   float others[count];
-  unrolled<count>([&](auto i) {
-    const float first = sums[i.value], second = sums[i.value + count];
-    sums[i.value] = slice ? second : first, others[i.value] = slice ? first : second;
-  });
+  keep_half(sums, others, slice);
   group_barrier<64>(1 + warp % 4);  // what was given before has been taken
   unrolled<count / 4>([&](auto i) {
     const float *four = others + 4 * i.value;
     to[i.value * 32] = make_float4(four[0], four[1], four[2], four[3]);
   });
   group_barrier<64>(1 + warp % 4);
-  unrolled<count / 4>([&](auto i) {
-    const float4 four = from[i.value * 32];
-    float *const own = sums + 4 * i.value;
-    own[0] += four.x, own[1] += four.y, own[2] += four.z, own[3] += four.w;
-  });
+  add_given<count>(sums, from);
 }
 
 // Two blocks that have the parts of K do the same: each keeps the sums of its half of the tokens, [0, count), and adds what
@@ -334,18 +343,11 @@ __device__ __forceinline__ void add_parts(float (&sums)[both], Block &block, int
   float4 *const given = block.of_parts + warp * (count / 4 * 32) + lane;
   const uint32_t to = address_at(given, part ^ 1), told = address_at(&there, part ^ 1);
   float others[count];
-  unrolled<count>([&](auto i) {
-    const float first = sums[i.value], second = sums[i.value + count];
-    sums[i.value] = part ? second : first, others[i.value] = part ? first : second;
-  });
+  keep_half(sums, others, part);
   block.parts_taken[warp].wait(parity ^ 1);  // what was given before
   unrolled<count / 4>([&](auto i) { store_at(to + i.value * 512, others + 4 * i.value, told); });
   there.wait_for_cluster(parity);
-  unrolled<count / 4>([&](auto i) {
-    const float4 four = given[i.value * 32];
-    float *const own = sums + 4 * i.value;
-    own[0] += four.x, own[1] += four.y, own[2] += four.z, own[3] += four.w;
-  });
+  add_given<count>(sums, given);
   __syncwarp();
 }
 
