@@ -71,6 +71,14 @@ struct Ranges {
 };
 
 #if GPU_HAS_WGMMA
+__device__ __forceinline__ void add_four(float *to, const float4 &four) {
+  to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
+}
+// A lane's sums that shared memory holds as they were left, [count / 4][32 lanes].
+template <int count> __device__ __forceinline__ void add_brought(float *own, const float4 *brought) {
+  unrolled<count / 4>([&](auto i) { add_four(own + 4 * i.value, brought[i.value * 32]); });
+}
+
 // What warps leave to each other: sums, [ranges or parts][places][count / 4][32 lanes], read from L2, as they are written
 // while this kernel runs. place: of a warp in the cluster; equal warps leave equal parts of a tile, and wait for each other
 // only, unless copies bring the sums.
@@ -109,12 +117,8 @@ template <int count, int places> struct Handover {
 #pragma unroll(count < 32 ? 32 / count : 1)  // so many registers to load into, or those of one giver
     for (int giver = first; giver < end; ++giver) {
       const float4 *from = sums_of(giver, place, lane);
-      unrolled<count / 4>([&](auto i) { add(own + 4 * i.value, __ldcg(from + i.value * 32)); });
+      unrolled<count / 4>([&](auto i) { add_four(own + 4 * i.value, __ldcg(from + i.value * 32)); });
     }
-  }
-  // Or sums that a copy has brought into shared memory, as they were left.
-  static __device__ __forceinline__ void take(float (&own)[count], const float4 *brought, int lane) {
-    unrolled<count / 4>([&](auto i) { add(own + 4 * i.value, brought[i.value * 32 + lane]); });
   }
 
   // ---- to all, evenly
@@ -149,7 +153,7 @@ template <int count, int places> struct Handover {
           if (giver + g.value <= last)
             parts[g.value] = __ldcg(sums_of(range.part(giver + g.value, tile), place, lane) + i * 32);
         });
-        unrolled<kGivers>([&](auto g) { add(sum, parts[g.value]); });
+        unrolled<kGivers>([&](auto g) { add_four(sum, parts[g.value]); });
       }
       store(tile, 4 * i, sum);
     }
@@ -157,9 +161,6 @@ template <int count, int places> struct Handover {
 
  private:
   static constexpr int kGivers = 8;  // whose sums a lane asks for at a time
-  static __device__ __forceinline__ void add(float *to, const float4 &four) {
-    to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
-  }
   static __device__ __forceinline__ int acquire(const int *flag) {
     int value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");

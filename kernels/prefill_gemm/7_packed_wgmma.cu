@@ -307,13 +307,6 @@ __device__ __forceinline__ void keep_half(float (&sums)[both], float (&others)[b
     sums[i.value] = second ? high : low, others[i.value] = second ? low : high;
   });
 }
-template <int count> __device__ __forceinline__ void add_given(float *own, const float4 *given) {
-  unrolled<count / 4>([&](auto i) {
-    const float4 four = given[i.value * 32];
-    float *const to = own + 4 * i.value;
-    to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
-  });
-}
 
 // Of two slices' sums of the same rows, a warp of the first keeps those of the first tokens, its like the others, in its first
 // half, and each adds what the other has of them, [warps][count / 4][32 lanes].
@@ -330,7 +323,7 @@ __device__ __forceinline__ void add_slices(float (&sums)[both], float4 *given, i
     to[i.value * 32] = make_float4(four[0], four[1], four[2], four[3]);
   });
   group_barrier<64>(1 + warp % 4);
-  add_given<count>(sums, from);
+  add_brought<count>(sums, from);
 }
 
 // Two blocks that have the parts of K do the same: each keeps the sums of its half of the tokens, [0, count), and adds what
@@ -347,7 +340,7 @@ __device__ __forceinline__ void add_parts(float (&sums)[both], Block &block, int
   block.parts_taken[warp].wait(parity ^ 1);  // what was given before
   unrolled<count / 4>([&](auto i) { store_at(to + i.value * 512, others + 4 * i.value, told); });
   there.wait_for_cluster(parity);
-  add_given<count>(sums, given);
+  add_brought<count>(sums, given);
   __syncwarp();
 }
 
@@ -607,7 +600,7 @@ packed_wgmma(const uint8_t *__restrict__ w, const __grid_constant__ TensorMap x,
             block.x_full[turn.stage].wait(turn.parity);
             if (i % kSumStages == warp / kWarpsOfStage) {
               const float4 *brought = reinterpret_cast<const float4 *>(block.x[turn.stage]);
-              handover.take(all, brought + warp % kWarpsOfStage * (kOwn / 4 * 32), lane);
+              add_brought<kOwn>(all, brought + warp % kWarpsOfStage * (kOwn / 4 * 32) + lane);
             }
             __syncwarp();
             release_x(turn.stage);

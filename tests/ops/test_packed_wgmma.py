@@ -240,9 +240,10 @@ def test_what_is_chosen(precision):
 
 
 def test_warpgroups_share_rows_where_there_are_few():
-    def form(m, n, k):
-        return op.DESIGNS["wgmma_f16"].plan(SimpleNamespace(multiprocessors=132), weight(n, k, "int8"), m).form
+    def form(m, n, k, precision="int8"):
+        return op.DESIGNS["wgmma_f16"].plan(SimpleNamespace(multiprocessors=132), weight(n, k, precision), m).form
     assert all(form(m, 2048, 2048).slices == 2 for m in (64, 128, 256))
+    assert form(512, 2048, 2048, "int4").slices == 2
     assert all(form(m, 17408, 5120).slices == 1 for m in (8, 32, 64, 512))
     assert form(512, 6144, 2048).groups == 3
 
