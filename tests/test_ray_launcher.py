@@ -72,6 +72,11 @@ def until(condition, process):
         time.sleep(0.1)
 
 
+def all_end(pids):
+    return psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)],
+                             timeout=processes.GRACE_S + 60)[1] == []
+
+
 def kernels(book):
     pids = [int(line) for path in book.glob("begun*") for line in path.read_text().split()]
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
@@ -117,10 +122,11 @@ def test_a_batch_that_is_killed_leaves_no_process_and_goes_on_without_ray(checko
     (book / "wait").touch()
     process = start(checkout, book, out, "--ray", "local", "--workers", "2")
     until(lambda: (book / "begun1").exists() and (book / "begun2").exists(), process)
-    time.sleep(2.5)  # for what was printed to be saved: Ray kills without asking
+    until(lambda: printed_before(sweep.standings(out)[1]), process)  # and saved: Ray kills without asking
+    started = [row.entry["pid"] for row in sweep.standings(out)[1:3]] + [kernel.pid for kernel in kernels(book)]
     process.kill()
-    process.communicate(timeout=60)
-    assert psutil.wait_procs(kernels(book), timeout=processes.GRACE_S + 20)[1] == []
+    process.communicate(timeout=120)
+    assert all_end(started), "workers, which hold the runs' locks, and kernels"
     assert statuses(out) == ["passed", "interrupted", "interrupted", "not run"]
     assert printed_before(sweep.standings(out)[1])
     (book / "wait").unlink()
@@ -131,5 +137,6 @@ def test_a_batch_that_is_killed_leaves_no_process_and_goes_on_without_ray(checko
 
 
 def printed_before(row):
-    cells = nbformat.read(row.folder / "0_waits.ipynb", 4).cells
+    saved = row.folder / "0_waits.ipynb"
+    cells = nbformat.read(saved, 4).cells if saved.exists() else []
     return any(output.get("text") == "before\n" for cell in cells for output in cell.get("outputs", []))

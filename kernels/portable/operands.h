@@ -20,10 +20,12 @@ template <int n, class F> __device__ __forceinline__ void unrolled(F f) {
 
 // ---- instructions: mma (NVIDIA), mfma (AMD), mmac (gfx936 and gfx928); the simulator has all three ----
 
+// A template, so that the simulator's compiler takes the time for those only that a kernel calls.
 #define INSTRUCTION(type, name, sum_type, a, b)                                                                     \
   struct type {                                                                                                     \
     using Sum = sum_type;                                                                                           \
-    __host__ __device__ static constexpr const fragments::Instruction &map() { return fragments::name; }                     \
+    __host__ __device__ static constexpr const fragments::Instruction &map() { return fragments::name; }            \
+    template <int = 0>                                                                                              \
     __device__ static __forceinline__ void multiply(Sum d[4], const uint32_t *A, const uint32_t *B) {               \
       name(d, a, b);                                                                                                \
     }                                                                                                               \
