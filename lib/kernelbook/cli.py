@@ -24,8 +24,8 @@ def command(arguments: Callable[[argparse.ArgumentParser], None] = lambda parser
 
 
 def _reproduce_arguments(parser):
-    parser.add_argument("--profile", help="a file in notebooks/profiles: smoke (seconds), cpu (minutes), gpu "
-                                          "(everything timed); default: gpu if there is a device, else cpu")
+    parser.add_argument("--profile", help="a file in notebooks/profiles: smoke (every path once), cpu (minutes), "
+                                          "gpu (everything timed); default: gpu if there is a device, else cpu")
     parser.add_argument("--notebook", nargs="+", metavar="NAME", default=[], dest="names",
                         help="run these only, such as 1_grouped_gemm")
     parser.add_argument("-p", action="append", metavar="NAME=VALUE", default=[], dest="parameters",
