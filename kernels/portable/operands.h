@@ -20,7 +20,7 @@ template <int n, class F> __device__ __forceinline__ void unrolled(F f) {
 
 // ---- instructions: mma (NVIDIA), mfma (AMD), mmac (gfx936 and gfx928); the simulator has all three ----
 
-// A template, so that the simulator's compiler takes the time for those only that a kernel calls.
+// Each multiplies by a template, so that the simulator's compiler takes time for those only that a kernel calls.
 #define INSTRUCTION(type, name, sum_type, a, b)                                                                     \
   struct type {                                                                                                     \
     using Sum = sum_type;                                                                                           \

@@ -113,8 +113,7 @@ class _Memory:
 
 # ---- the compiler ----
 
-# -O1: much of the time goes into building many kernels, which -O2 takes half as long again for; they run as fast.
-_BASE_FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing",
+_BASE_FLAGS = ("-std=c++20", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing",
                "-Wno-unknown-pragmas")
 
 
@@ -283,7 +282,8 @@ class CpuBackend:
         if source.hash in self._modules:
             return self._modules[source.hash]
         simulator = self._compiler.build(self._simulator_source(), ["-O2"])
-        path = self._compiler.build(source, self._compiler.checks, [simulator])
+        # Much of the time goes into building many kernels, which -O2 takes half as long again for; they run as fast.
+        path = self._compiler.build(source, ["-O1", *self._compiler.checks], [simulator])
         self._modules[source.hash] = CpuModule(self, source, path)
         return self._modules[source.hash]
 

@@ -176,7 +176,7 @@ class Plan:
         return 4 * self.form.groups * self.form.blocks * (APART if self.evenly else self.ranges)
 
 
-# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,500 launches
+# Nanoseconds on an H200, and bytes and products in one, as far as plans are to be compared, fitted to 1,725 launches
 # that overlap; those that do not take some 2 us more whatever the plan.
 OF_A_LAUNCH, ROOM_SAVES = 1644, 490  # to begin and to end; where the next one has room meanwhile, at most
 OF_A_STEP, OF_A_CLOCK = 96, 0.406  # what waits for what, of a chunk; of the tensor cores, while all multiply
